@@ -53,7 +53,7 @@ class Machine:
     num_processes: int = 1
     hardware: Sequence[str] = ()  # that the system shows: "tpu", "gpu"
     asked_devices: int = 0  # virtual CPU devices, by JAX's settings
-    cache: str = ""  # the directory of JAX's compilation cache
+    cache: str | None = None  # the directory of JAX's compilation cache
     importable: Sequence[str] = ()  # modules of extras
     data_directory: str = ""  # of TensorFlow Datasets
     cores: int = 1
@@ -216,12 +216,12 @@ def _machine_here() -> Machine:
     required = "\n".join(importlib.metadata.requires("jax") or [])
     pins = re.findall(r"^libtpu *\(?==([\d.]+\d)", required, re.MULTILINE)
     flags = re.findall(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    setting = jax.config.jax_num_cpu_devices
+    config: Any = jax.config
+    setting = config.jax_num_cpu_devices
     folder = os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if devices and devices[0].platform != "cpu":
         memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
-    is_cached = jax.config.jax_enable_compilation_cache
     modules = {x for names in (_EXTRAS | _PLUGINS).values() for x in names}
     return Machine(
         versions=versions,
@@ -234,7 +234,7 @@ def _machine_here() -> Machine:
         num_processes=1 if failure else _jax.process_count(),
         hardware=_jax.visible_accelerators(),
         asked_devices=setting if setting > 0 else int([0, *flags][-1]),
-        cache=str(jax.config.jax_compilation_cache_dir or "") if is_cached else "",
+        cache=config.jax_enable_compilation_cache and config.jax_compilation_cache_dir,
         importable=sorted(filter(_is_importable, modules)),
         data_directory=str(folder) if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,

@@ -7,6 +7,7 @@ step that loads it traces and lowers as ever, and compares: no other program can
 import contextlib
 import copy
 import difflib
+import functools
 import importlib.metadata
 import json
 import math
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from meshlayout import _checks, _jax, _render
@@ -63,6 +65,9 @@ def compile_for(
         MeshError: If there is no such topology, or it has no such mesh.
         StepError: If the program does not fit into the devices' memory.
     """
+    if getattr(step, "_row_dim", 0) and isinstance(args[1], list):  # of several steps
+        stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
+        args = args[0], jax.eval_shape(stack, *args[1]), *args[2:]
     leaves, treedef = jax.tree.flatten(args)
     layouts = [
         x if isinstance(x, NamedSharding) else None for x in map(layout_of, leaves)
@@ -77,8 +82,11 @@ def compile_for(
         elif index < num_state:
             layouts[index] = whole
     args = treedef.unflatten(map(_abstract, leaves, layouts))
-    try:
-        compiled = step.lower(*args).compile()
+    try:  # JAX's cache cannot read programs for devices that are not here
+        with _jax.without_compilation_cache():
+            compiled = step.lower(*args).compile()
+            # JAX keeps the program, and compiles it once.
+            reports = step.cost(*args), step.memory(*args), step.communication(*args)
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
             raise
@@ -86,8 +94,6 @@ def compile_for(
         fact = f"the step does not fit {mesh!r}: it needs {needed} of {available}"
         fix = "Shard the state further, or take remat= or accumulate=."
         raise StepError(f"{fact} on each device. {fix}") from error
-    # JAX keeps the program, and compiles it once.
-    reports = step.cost(*args), step.memory(*args), step.communication(*args)
     return CompiledProgram(compiled, mesh, *reports)
 
 
@@ -130,7 +136,12 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     args, kwargs = program.treedef.unflatten(map(_abstract, leaves, program.layouts))
     lowered, devices = step.trace(*args, **kwargs).lower(), _devices_of(program)
     try:
-        payload = _jax.save_executable(lowered, devices[0].platform)
+        with _jax.without_compilation_cache():
+            # XLA cannot save a CPU program that the cache had. With an option, by its
+            # default, it is not the one that JAX remembers; a test notices.
+            is_cpu = devices[0].platform == "cpu"
+            options = {"xla_dump_hlo_as_text": False} if is_cpu else None
+            payload, *_ = _jax.serialize(lowered.compile(options))
     except (ValueError, NotImplementedError) as error:
         raise StepError(f"JAX cannot save the program: {error}.") from error
     facts = {**_facts(), "devices": [x.id for x in devices]}
@@ -210,8 +221,7 @@ class SavedExecutable:
         self.is_used = True
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree
         options: Any = {"backend": devices[0].client, "execution_devices": devices}
-        load = _jax.serialize_executable.deserialize_and_load
-        return load(self.payload, *trees, **options)
+        return _jax.deserialize_and_load(self.payload, *trees, **options)
 
 
 def _devices_of(program: Any) -> list[_jax.Device]:
