@@ -109,7 +109,7 @@ def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
     assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
 
 
-def test_another_program_is_an_error_that_says_what_differs(tmp_path):
+def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatch):
     path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
     with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
         step.save_compiled(path)
@@ -120,24 +120,21 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path):
     elsewhere = ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(devices))
     for other, given, words in [
         (double, state, "stablehlo.constant"),
-        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]"),
+        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]. Save"),
     ]:
         other.load_compiled(path)
         with pytest.raises(ml.errors.StepError) as caught:
             other(given, BATCH)
-        assert "another program than this step's (- saved, + now): " in str(
-            caught.value
-        )
+        assert "another program than this one (- saved, + here): " in str(caught.value)
         assert words in str(caught.value)
         assert not given.step.is_deleted()
-    header, rest = path.read_bytes().split(b"\n", 1)
-    for fact, value in {"jax": "0.1.0", "devices of the kind": "TPU v9"}.items():
-        changed = json.dumps({**json.loads(header), fact: value}).encode()
-        path.write_bytes(changed + b"\n" + rest)
-        with pytest.raises(ml.errors.StepError, match=f"for {fact} {value}, and here"):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.1.0")
+        with pytest.raises(ml.errors.StepError, match="jax 0.1.0. Save it"):
             step.load_compiled(path)
-    for content in (b"", b"{}\n", header, header + b"\n" + rest[:-9]):
-        path.write_bytes(content)
+    content = path.read_bytes()
+    for damaged in (b"", content[:-99], content[:500] + b"00" + content[502:]):
+        path.write_bytes(damaged)
         with pytest.raises(ml.errors.StepError, match="or it is damaged"):
             step.load_compiled(path)
 
@@ -168,36 +165,28 @@ def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
     assert str(caught.value).endswith(f"If it is not installed, {line}.")
 
 
-def test_refusals_for_memory_say_by_how_much():
-    text = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
-    )
-    text += "HLO temporaries (17.91G) exceeds available HBM (15.75G)."
-    assert chips.memory_refusal(RuntimeError(text)) == (17.91 * 2**30, 15.75 * 2**30)
-    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
-    text += "Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G."
-    assert chips.memory_refusal(RuntimeError(text)) == (20 * 2**30, 15.75 * 2**30)
-    assert chips.memory_refusal(RuntimeError("INVALID_ARGUMENT")) is None
-
-
-@pytest.mark.parametrize("is_abstract", [True, False])
-def test_a_step_is_compiled_for_a_slice_with_its_reports(is_abstract):
+def test_a_step_is_compiled_for_a_slice_with_its_reports():
     pytest.importorskip("libtpu")
-    state = new_state(batch=4, model=2)
-    batch = BATCH
-    if is_abstract:
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        batch = jax.eval_shape(lambda: BATCH)
+    state, batch = new_state(batch=4, model=2), BATCH
     step = ml.make_train_step(squares)
-    program = step.compile_for("v5e:2x4", state, batch)
-    assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
-    assert program.mesh.platform == "tpu"
-    assert program.communication["all_reduce"] == 1
-    assert program.cost.flops == step.cost(state, batch).flops
-    assert program.memory.parameter_bytes == 40
-    assert "all_reduce" in str(program)
+    described = ml.TrainState.describe(build, optax.adam(0.1), state.layouts)
+    for args in [(state, batch), (described.abstract, jax.eval_shape(lambda: batch))]:
+        program = step.compile_for("v5e:2x4", *args)
+        assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
+        assert program.mesh.platform == "tpu"
+        assert program.communication["all_reduce"] == 1
+        assert program.cost.flops == step.cost(state, batch).flops
+        assert program.memory.parameter_bytes == 40
+        assert "all_reduce" in str(program)
+    assert dict(step.compile_for("v5e:4x4", state, batch).mesh.shape)["batch"] == 8
+
+
+def test_a_program_that_does_not_fit_says_by_how_much():
+    pytest.importorskip("libtpu")
+    large = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "float32")}
+    step = ml.compile_step(lambda state, x: ({"w": state["w"] @ state["w"]}, x))
+    with pytest.raises(ml.errors.StepError, match="of 15.8 GiB on each device. Shard"):
+        step.compile_for("v5e:1x1", large, BATCH)
 
 
 def test_a_step_is_compiled_for_a_mesh_that_is_here():
@@ -212,13 +201,13 @@ def test_a_step_is_compiled_for_a_mesh_that_is_here():
 
 
 BOTH = {"jax": "0.10.2", "jaxlib": "0.10.2"}
-WELL = checkup.Machine(
+WELL = checkup.Checkup(
     versions=BOTH,
     environment={},
     platform="cpu",
     devices=["cpu"],
     cache="/cache",
-    data_directory="/data",
+    data="/data",
     cores=2,
 )
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
@@ -226,7 +215,7 @@ GPU = {"hardware": ["gpu"], "versions": BOTH | {"jax-cuda13-plugin": "0.10.2"}}
 
 
 def wrong(needs=(), **changes):
-    return [*checkup.wrong_of(dataclasses.replace(WELL, **changes), needs)]
+    return dataclasses.replace(WELL, needs=needs, **changes).wrong
 
 
 def versions(**others):
@@ -244,8 +233,11 @@ def versions(**others):
         (GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "VISIBLE_DEVICES hides"),
         (GPU, "this machine has a GPU, but JAX uses the CPU; another process may"),
         ({"hardware": ["tpu"]}, "has no plugin: pip install 'jax[tpu]==0.10.2'"),
-        ({"platform": "", "devices": [], "failure": "none."}, "no devices (none)"),
-        ({"asked_devices": 8}, "8 virtual CPU devices were asked for too late"),
+        (
+            {"platform": "", "devices": [], "failure": "none."},
+            "no devices (none); look",
+        ),
+        ({"asked_devices": 8}, "8 virtual devices came too late"),
         ({"devices": ["cpu"] * 8}, "set NPROC=16 before JAX starts"),
         ({"environment": PROXY}, "add 10.0.0.1 to no_proxy"),
     ],
@@ -269,12 +261,12 @@ def test_what_is_wrong_is_said_with_what_mends_it(changes, words):
 )
 def test_nothing_is_wrong_with_a_machine_that_works(changes):
     assert wrong(**changes) == []
-    assert [*checkup.advice_of(dataclasses.replace(WELL, **changes))] == []
+    assert dataclasses.replace(WELL, **changes).advice == []
 
 
 def test_what_could_be_better_is_advice():
-    slow = {"cache": "", "data_directory": "", "environment": {"NPROC": "64"}}
-    advice = [*checkup.advice_of(dataclasses.replace(WELL, **slow))]
+    slow = {"cache": "", "data": "", "environment": {"NPROC": "64"}}
+    advice = dataclasses.replace(WELL, **slow).advice
     for line, name in zip(advice, ("NPROC", "JAX_COMP", "TFDS_DATA"), strict=True):
         assert name in line
 
@@ -290,7 +282,7 @@ def test_extras_are_missing_only_where_they_are_asked_for():
 
 def test_the_checkup_of_this_machine_is_a_table_and_json():
     result = ml.doctor()
-    assert result.machine.platform == "cpu"
+    assert result.platform == "cpu"
     assert 'ml.create_mesh({"batch": 8})' in str(result)
     assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
 
@@ -309,19 +301,19 @@ def run(*arguments, **variables):
 
 
 def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(checkup, "_machine_here", lambda: WELL)
+    monkeypatch.setattr(
+        command_line, "doctor", lambda needs: dataclasses.replace(WELL, needs=needs)
+    )
     assert command_line.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == []
     assert command_line.main(["doctor", "--needs", "ray"]) == 1
     assert "wrong: ray is not installed" in capsys.readouterr().out
-    assert command_line.main(["doctor", "--needs", "nothing"]) == 1
-    assert capsys.readouterr().err.startswith("meshlayout doctor: doctor: needs must")
 
 
 def test_the_doctor_reports_where_jax_does_not_start():
     status, out, _ = run("doctor", JAX_PLATFORMS="cuda")
     assert status == 1
-    assert "JAX_PLATFORMS=cuda asks for them: unset it" in out
+    assert "asked for by JAX_PLATFORMS=cuda: unset it" in out
 
 
 def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):

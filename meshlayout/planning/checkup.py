@@ -1,6 +1,6 @@
 """`doctor`: what this machine has, and what is set wrong, with the sentence to mend it.
 
-What is seen and what follows from it are apart: `wrong_of` and `advice_of` are pure.
+What is wrong follows from what was seen alone.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ _EXTRAS = {
 }
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What is seen of this machine and this process."""
+@dataclass(frozen=True, repr=False)
+class Checkup:
+    """What `doctor` has seen, and what follows from it; a table if printed."""
 
     versions: Mapping[str, str]  # of the distributions that are installed
-    environment: Mapping[str, str] = field(repr=False)  # a proxy may have a password
+    environment: Mapping[str, str]
     platform: str  # that JAX uses
     devices: Sequence[str]  # the kind of each local device
     failure: str = ""  # what JAX said instead of giving devices
@@ -51,39 +51,105 @@ class Machine:
     hardware: Sequence[str] = ()  # that the system shows: "tpu", "gpu"
     asked_devices: int = 0  # virtual CPU devices, by JAX's settings
     cache: str | None = None  # the directory of JAX's compilation cache
-    data_directory: str = ""  # of TensorFlow Datasets
+    data: str = ""  # of TensorFlow Datasets
     cores: int = 1
+    needs: Sequence[str] = ()  # extras that must be installed
 
+    @property
+    def wrong(self) -> list[str]:
+        """What makes programs fail, hang or run elsewhere, and how to mend it."""
+        parts = self._wrong_versions(), self._wrong_devices(), self._wrong_network()
+        return [sentence for part in parts for sentence in part]
 
-@dataclass(frozen=True, repr=False)
-class Checkup:
-    """The result of `doctor`, a table if printed."""
-
-    machine: Machine
-    wrong: tuple[str, ...]  # for this, programs fail, hang or run elsewhere
-    advice: tuple[str, ...]
+    @property
+    def advice(self) -> list[str]:
+        """What could be better."""
+        threads, count = self.environment.get("NPROC", ""), len(self.devices)
+        is_slow = count == 1 and threads.isdecimal() and int(threads) > self.cores
+        lines = {
+            f"NPROC={threads} makes small products slow: unset it.": is_slow,
+            "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR.": not self.cache,
+            "TensorFlow Datasets has no directory: set TFDS_DATA_DIR.": not self.data,
+        }
+        return [line for line, is_so in lines.items() if is_so]
 
     @property
     def mesh(self) -> str:
         """The call that makes a mesh of all devices."""
-        count = len(self.machine.devices) * self.machine.num_processes
+        count = len(self.devices) * self.num_processes
         return f'ml.create_mesh({{"batch": {count}}})' if count else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values that JSON can hold, without the environment variables."""
-        facts = {x: v for x, v in vars(self.machine).items() if x != "environment"}
+        """Returns values that JSON can hold; proxies may have passwords."""
+        facts = {name: x for name, x in vars(self).items() if name != "environment"}
         return {**facts, "wrong": self.wrong, "advice": self.advice, "mesh": self.mesh}
 
     def __repr__(self) -> str:
-        machine, kinds = self.machine, Counter(self.machine.devices)
+        kinds = Counter(self.devices)
         devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        devices = f"{devices} ({machine.platform})" if kinds else "none"
-        size = _render.bytes_text(machine.memory_bytes)
-        rows = [*machine.versions.items(), ("devices", devices), ("memory", size)]
-        rows += [("processes", machine.num_processes), ("mesh", self.mesh)]
+        devices = f"{devices} ({self.platform})" if kinds else "none"
+        size = _render.bytes_text(self.memory_bytes)
+        rows = [*self.versions.items(), ("devices", devices), ("memory", size)]
+        rows += [("processes", self.num_processes), ("mesh", self.mesh)]
         wrong = [f"wrong: {x}" for x in self.wrong] or ["Nothing is wrong."]
         notes = [*wrong, *(f"advice: {x}" for x in self.advice)]
         return _render.text_table(["", "here"], rows, notes=notes)
+
+    def _wrong_versions(self) -> Iterator[str]:
+        versions, current = self.versions, self.versions.get("jax", "")
+        for name in ("jaxlib", *_WHEELS):
+            numbers, other = _numbers(current), versions.get(name, current)
+            if _numbers(other)[:2] != numbers[:2] or _numbers(other) > numbers:
+                package = f"jax[{name.split('-')[1]}]" if "-" in name else name
+                fix = f"pip install '{package}=={current}'"
+                yield f"jax {current} and {name} {other} do not fit: {fix}."
+        libtpu, pin = versions.get("libtpu", ""), self.libtpu_pin
+        if libtpu and _numbers(pin) != _numbers(libtpu)[: len(_numbers(pin))]:
+            fix = f"pip install 'jax[tpu]=={current}'"
+            yield f"jax {current} is made for libtpu {pin}, not {libtpu}: {fix}."
+        for extra in self.needs:
+            for name in (x for x in _EXTRAS[extra] if x not in versions):
+                yield f"{name} is not installed: pip install 'meshlayout[{extra}]'."
+
+    def _wrong_devices(self) -> Iterator[str]:
+        environment, version = self.environment, self.versions.get("jax", "")
+        setting = environment.get("JAX_PLATFORMS", "")
+        if self.failure:
+            fix = f"asked for by JAX_PLATFORMS={setting}: unset it, or install them"
+            fix = fix if setting else "look at what JAX logs, and restart the process"
+            yield f"JAX starts no devices ({self.failure.rstrip('.')}); {fix}."
+        if self.platform != "cpu":
+            return
+        hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+        for kind in self.hardware:
+            extra, names = {"tpu": ("tpu", ["libtpu"])}.get(kind, ("cuda12", _WHEELS))
+            fix = "another process may hold it: end that, or look at what JAX logs"
+            if setting:
+                fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
+            elif kind == "gpu" and hidden:
+                fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
+            elif self.versions.keys().isdisjoint(names):
+                fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
+            yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
+        count, asked = len(self.devices), self.asked_devices
+        if asked not in (0, count):
+            call = f"ml.virtual_devices({asked}) before any other use of JAX"
+            yield f"{asked} virtual devices came too late: restart, and call {call}."
+        threads = environment.get("NPROC", "") or str(self.cores)
+        is_old = _numbers(version)[:2] < [0, 12]  # jaxlib 0.12 has no such deadlock
+        if count > 1 and is_old and threads.isdecimal() and int(threads) < 2 * count:
+            fix = f"set NPROC={2 * count} before JAX starts, or call ml.virtual_devices"
+            yield f"{count} CPU devices can deadlock on {threads} threads: {fix}."
+
+    def _wrong_network(self) -> Iterator[str]:
+        variables = {name.lower(): x for name, x in sorted(self.environment.items())}
+        address = split_address(variables.get("jax_coordinator_address"))
+        names = [f"{x}_proxy" for x in ("grpc", "https", "http")]
+        names = [name for name in names if variables.get(name)]
+        direct = [variables.get(x, "") for x in ("no_grpc_proxy", "no_proxy")]
+        if address and names and address[0] not in re.split("[ ,]+", ",".join(direct)):
+            fix = f"add {address[0]} to no_proxy, or call ml.initialize(), which does"
+            yield f"{names[0]} is a proxy before the coordinator: {fix}."
 
 
 @_checks.user_call
@@ -107,86 +173,6 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     needs = [needs] if isinstance(needs, str) else needs
     for extra in needs:
         _checks.choice("needs", extra, _EXTRAS, where="doctor", error=MeshLayoutError)
-    machine = _machine_here()
-    return Checkup(machine, (*wrong_of(machine, needs),), (*advice_of(machine),))
-
-
-def wrong_of(machine: Machine, needs: Sequence[str] = ()) -> Iterator[str]:
-    """Yields what is wrong with a machine, and how to mend it."""
-    versions, environment = machine.versions, machine.environment
-    current, setting = versions.get("jax", ""), environment.get("JAX_PLATFORMS", "")
-    for name in ("jaxlib", *_WHEELS):
-        numbers, other = _numbers(current), versions.get(name, current)
-        if _numbers(other)[:2] != numbers[:2] or _numbers(other) > numbers:
-            package = f"jax[{name.split('-')[1]}]" if "-" in name else name
-            fix = f"pip install '{package}=={current}'"
-            yield f"jax {current} and {name} {other} do not fit: {fix}."
-    libtpu, pin = versions.get("libtpu", ""), _numbers(machine.libtpu_pin)
-    if libtpu and pin != _numbers(libtpu)[: len(pin)]:
-        fact = f"jax {current} is made for libtpu {machine.libtpu_pin}, not {libtpu}"
-        yield f"{fact}: pip install 'jax[tpu]=={current}'."
-    if machine.failure:
-        fix = "Restart the process, and look at what JAX logs"
-        if setting:
-            fix = f"JAX_PLATFORMS={setting} asks for them: unset it, or install them"
-        yield f"JAX starts no devices ({machine.failure.rstrip('.')}). {fix}."
-    if machine.platform == "cpu":
-        yield from _of_cpu_devices(machine, setting, current)
-    address = split_address(environment.get("JAX_COORDINATOR_ADDRESS"))
-    names = sorted(x for x in environment if x.lower().endswith("_proxy"))
-    proxy = next(
-        (x for x in names if not re.match("(?i)no_", x) and environment[x]), ""
-    )
-    direct = ",".join(environment[x] for x in names if re.match("(?i)no_", x))
-    if address and proxy and address[0] not in re.split(r"[\s,]+", direct):
-        text = f"{proxy} is a proxy before the coordinator: add {address[0]} to "
-        yield f"{text}no_proxy, or start with ml.initialize(), which does."
-    for extra in needs:
-        for name in (x for x in _EXTRAS[extra] if x not in versions):
-            yield f"{name} is not installed: pip install 'meshlayout[{extra}]'."
-
-
-def _of_cpu_devices(machine: Machine, setting: str, version: str) -> Iterator[str]:
-    environment = machine.environment
-    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    for kind in machine.hardware:
-        extra, plugins = ("tpu", ["libtpu"]) if kind == "tpu" else ("cuda12", _WHEELS)
-        fix = "another process may hold it: end that, or look at what JAX logs"
-        if setting:
-            fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
-        elif kind == "gpu" and hidden:
-            fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
-        elif machine.versions.keys().isdisjoint(plugins):
-            fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
-        yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
-    count, asked = len(machine.devices), machine.asked_devices
-    if asked not in (0, count):
-        text = f"{asked} virtual CPU devices were asked for too late: JAX runs with "
-        call = f"ml.virtual_devices({asked}) before any other use of JAX"
-        yield f"{text}{count}. Restart the process, and call {call}."
-    threads = environment.get("NPROC", "") or str(machine.cores)
-    is_old = _numbers(version)[:2] < [0, 12]  # jaxlib 0.12 has no such deadlock
-    if count > 1 and is_old and threads.isdecimal() and int(threads) < 2 * count:
-        text = f"{count} CPU devices share {threads} threads, and can deadlock: set "
-        yield f"{text}NPROC={2 * count} before JAX starts, or call ml.virtual_devices."
-
-
-def advice_of(machine: Machine) -> Iterator[str]:
-    """Yields what could be better on a machine."""
-    threads, cores = machine.environment.get("NPROC", ""), machine.cores
-    if len(machine.devices) == 1 and threads.isdecimal() and int(threads) > cores:
-        yield f"NPROC={threads} on {cores} cores makes small products slow: unset it."
-    if not machine.cache:
-        yield "JAX's compilation cache is off: set JAX_COMPILATION_CACHE_DIR."
-    if not machine.data_directory:
-        yield "there is no directory of TensorFlow Datasets: set TFDS_DATA_DIR."
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(x) for x in re.findall(r"\d+", version)]
-
-
-def _machine_here() -> Machine:
     devices, failure = [], ""
     try:
         devices = jax.local_devices()
@@ -206,7 +192,7 @@ def _machine_here() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if devices and devices[0].platform != "cpu":
         memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
-    return Machine(
+    return Checkup(
         *(versions, dict(os.environ), devices[0].platform if devices else ""),
         devices=[device.device_kind for device in devices],
         failure=failure,
@@ -216,6 +202,11 @@ def _machine_here() -> Machine:
         hardware=_jax.visible_accelerators(),
         asked_devices=max(config.jax_num_cpu_devices, *map(int, ["0", *flags])),
         cache=config.jax_enable_compilation_cache and config.jax_compilation_cache_dir,
-        data_directory=str(folder) if Path(folder).is_dir() else "",
+        data=str(folder) if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,
+        needs=needs,
     )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", version)]

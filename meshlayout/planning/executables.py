@@ -7,9 +7,8 @@ step that loads it traces and lowers as ever, and compares: no other program can
 import contextlib
 import copy
 import difflib
-import importlib.metadata
-import json
 import os
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,9 +121,10 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     with _jax.without_compilation_cache():
         compiled = lowered.compile({"xla_dump_hlo_as_text": False} if is_cpu else None)
     payload, *_ = _jax.serialize(compiled)
-    text = zlib.compress(_text_of(program, lowered).encode())
-    header = json.dumps({**_facts(), "size": len(payload)}).encode()
-    _own_path(path).write_bytes(header + b"\n" + payload + text)
+    with zipfile.ZipFile(_own_path(path), "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("key", _key())
+        file.writestr("text", _text_of(program, lowered))
+        file.writestr("program", payload)
 
 
 @_checks.user_call
@@ -138,25 +138,22 @@ def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
     """
     target = _own_path(path)
     try:
-        header, rest = target.read_bytes().split(b"\n", 1)
-        facts = json.loads(header)
-        payload, text = rest[: facts["size"]], zlib.decompress(rest[facts["size"] :])
-    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+        with zipfile.ZipFile(target) as file:
+            content = [file.read(name) for name in ("key", "text", "program")]
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         msg = f"{str(target)!r} is no file of save_compiled, or it is damaged: {error}."
         raise StepError(msg) from None
-    for name, value in _facts().items():
-        if facts.get(name) != value:
-            fact = f"was compiled for {name} {facts.get(name)}, and here it is {value}"
-            raise StepError(f"{str(target)!r} {fact}. Save it anew here.")
+    key, text = (part.decode() for part in content[:2])
+    _compare(target, key, _key())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
-    step.executable = SavedExecutable(str(target), payload, text.decode())
+    step.executable = SavedExecutable(target, content[2], text)
 
 
 @dataclass(repr=False, eq=False)
 class SavedExecutable:
     """A program from a file, which a step's first call takes instead of compiling."""
 
-    path: str
+    path: Path
     payload: bytes
     text: str
     is_used: bool = False
@@ -178,13 +175,7 @@ class SavedExecutable:
         return run
 
     def _load(self, program: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        before, after = self.text.splitlines(), _text_of(program, lowered).splitlines()
-        lines = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
-        if lines:
-            fact = f"{self.path!r} holds another program than this step's"
-            firsts = [next((x for x in lines if x[0] == sign), "") for sign in "-+"]
-            text = " ".join(line[:200] for line in firsts if line)
-            raise StepError(f"{fact} (- saved, + now): {text}. Save it anew.")
+        _compare(self.path, self.text, _text_of(program, lowered))
         self.is_used, devices = True, _devices_of(program)
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree
         options: Any = {"backend": devices[0].client, "execution_devices": devices}
@@ -200,16 +191,22 @@ def _text_of(program: Any, lowered: jax.stages.Lowered) -> str:
     return f"devices {[x.id for x in _devices_of(program)]}\n{lowered.as_text()}"
 
 
-def _facts() -> dict[str, object]:
+def _key() -> str:
     """Returns what a program is compiled for, besides its text."""
-    device = jax.devices()[0]
-    return {
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "the compiler": str(device.client.platform_version).strip(),
-        "devices of the kind": device.device_kind,
-        "a number of processes of": process_count(),
-    }
+    device, compiled = jax.devices()[0], jax.lib.__version__
+    where = f"{device.device_kind}, processes: {process_count()}"
+    versions = f"jax {jax.__version__}\njaxlib {compiled}"
+    return f"{versions}\n{device.client.platform_version.strip()}\n{where}"
+
+
+def _compare(path: Path, saved: str, here: str) -> None:
+    """Raises StepError if two texts differ."""
+    diff = difflib.unified_diff(saved.splitlines(), here.splitlines(), n=0, lineterm="")
+    if lines := [*diff][2:]:
+        firsts = [next((x for x in lines if x[0] == sign), "") for sign in "-+"]
+        text = " ".join(line[:200] for line in firsts if line)
+        fact = f"{str(path)!r} holds another program than this one"
+        raise StepError(f"{fact} (- saved, + here): {text}. Save it anew.")
 
 
 def _own_path(path: str | os.PathLike[str]) -> Path:
