@@ -1,16 +1,17 @@
 """How good the choices of `ml.plan` are: every candidate compiled, or measured.
 
 `python -m benchmarks.plan` compiles every candidate of each problem for slices of TPU
-v5e, which needs libtpu and no TPU, and compares: the best of the candidates that plan
-would compile (the first four by its estimate) with the best of all, by the time that
-their schedules are replayed to; estimated and compiled memory; the rank correlation of
-estimated and replayed times. What compilers said is kept in plan's cache.
+v5e, which needs libtpu and no TPU, and compares: what plan chooses without a budget
+with the best of all, by the time that their schedules are replayed to; estimated and
+compiled memory; the rank correlation of estimated and replayed times. What compilers
+said is kept in plan's cache.
 
-`--measure` runs every candidate on eight virtual CPU devices instead. They are no TPUs,
-and share their cores; what shows is the order of FLOPs and bytes.
+`--measure` runs every candidate of smaller problems on eight virtual CPU devices. They
+are no TPUs, and share their cores; what shows is the order of FLOPs and bytes.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,12 +24,11 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout.planning import Ranking, Row
+from meshlayout.planning import Row
 from models import gpt, mlp, resnet, transformer
 
 
 ENOUGH_S = 1e6
-NUM_CHOSEN = 4  # that plan compiles without a budget
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -166,17 +166,24 @@ def experts(layers: int, num_experts: int, scale: int) -> dict[str, Any]:
 def resnet50(width: int) -> dict[str, Any]:
     """Returns the problem of ResNet-50."""
     build = lambda: resnet.ResNet50(width=width, rngs=nnx.Rngs(0))
-    problem = {"build": build, "loss_fn": classes, "batch": images(1024, 64, 64, 3)}
+    problem = {"build": build, "loss_fn": classes, "batch": images(512, 64, 64, 3)}
     return {**problem, "remat": "none"}
 
 
 PROBLEMS: dict[str, Callable[[], dict[str, Any]]] = {
     "MLP": lambda: perceptron(16),
     "mixture of 8 experts": lambda: experts(4, 8, 8),
-    "GPT, large vocabulary": lambda: scanned(4, 8, 32768),
-    "transformer of 24 layers": lambda: scanned(24, 8, 1024),
-    "transformer of 8 layers": lambda: transformers(8, 8),
+    "GPT, large vocabulary": lambda: scanned(4, 4, 32768),
+    "transformer of 24 layers": lambda: scanned(24, 4, 1024),
+    "transformer of 8 layers": lambda: transformers(8, 4),
     "ResNet-50": lambda: resnet50(64),
+}
+
+
+SMALL: dict[str, Callable[[], dict[str, Any]]] = {
+    "MLP": lambda: perceptron(2),
+    "transformer of 2 layers": lambda: transformers(2, 1),
+    "mixture of 8 experts": lambda: experts(2, 8, 1),
 }
 
 
@@ -186,45 +193,28 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def compiled_line(name: str, topology: str, ranking: Ranking) -> str:
-    """Returns a line of the table, of a ranking in which all is compiled."""
-    rows = [
-        x for x in ranking.rows if x.source == "compiled" and x.estimate and x.step_s
-    ]
-    # What fits as it is is compiled before what recomputes.
-    by_estimate = sorted(rows, key=lambda x: (bool(x.step_options), estimated_s(x)))
-    best = min(row.step_s for row in rows)
-    first = [row.step_s for row in by_estimate[:NUM_CHOSEN]]
-    ratios = [row.estimate.peak_bytes / row.peak_bytes for row in rows if row.estimate]
-    within = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
-    rho = correlation(*zip(*((estimated_s(x), x.step_s) for x in rows), strict=True))
-    chosen = min(by_estimate[:NUM_CHOSEN], key=lambda row: row.step_s)
-    cells = [
-        *(
-            name,
-            topology,
-            f"{len(rows)}",
-            f"{chosen.variant} on {dict(chosen.mesh.shape)}",
-        ),
-        *(
-            f"{min(first) * 1e3:.3f}",
-            f"{best * 1e3:.3f}",
-            f"{min(first) / best - 1:.1%}",
-        ),
-        *(
-            f"{rho:.2f}",
-            f"{statistics.median(ratios):.2f}",
-            f"{within} of {len(ratios)}",
-        ),
-        f"{sum(row.compile_s for row in rows):.0f}",
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
 def estimated_s(row: Row) -> float:
     """Returns the seconds that were estimated before compiling."""
-    assert row.estimate is not None
-    return row.estimate.total_s
+    return sum(row.estimate.seconds.values()) if row.estimate else math.nan
+
+
+def compiled_line(name: str, topology: str, problem: dict[str, Any]) -> str:
+    """Returns a line of the table: what plan chooses, and all candidates compiled."""
+    chosen = ml.plan(**problem, topology=topology).best
+    every = ml.plan(**problem, topology=topology, budget_s=ENOUGH_S).rows
+    rows = [row for row in every if row.source == "compiled" and not row.error]
+    best = min(row.step_s for row in rows)
+    ratios = [x.estimate.peak_bytes / x.peak_bytes for x in rows if x.estimate]
+    within = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    rho = correlation(*zip(*((estimated_s(x), x.step_s) for x in rows), strict=True))
+    shape = ", ".join(f"{axis}={size}" for axis, size in chosen.mesh.shape.items())
+    cells = [name, topology, f"{len(rows)} of {len(every)}", f"{chosen} on ({shape})"]
+    cells += [f"{estimated_s(chosen) * 1e3:.3g}", f"{chosen.step_s * 1e3:.3g}"]
+    cells += [f"{best * 1e3:.3g}", f"{chosen.step_s / best - 1:.1%}", f"{rho:.2f}"]
+    cells += [f"{min(ratios):.2f} to {max(ratios):.2f}"]
+    cells += [f"{statistics.median(ratios):.2f}", f"{within} of {len(ratios)}"]
+    cells += [f"{sum(row.compile_s for row in rows):.0f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def measured_s(row: Row, problem: dict[str, Any], steps: int) -> float:
@@ -232,15 +222,15 @@ def measured_s(row: Row, problem: dict[str, Any], steps: int) -> float:
     random = np.random.default_rng(0)
 
     def array(x: Any) -> Any:
-        shape = x.shape
         if x.dtype == np.int32:
-            return random.integers(0, 64, shape, "int32")
-        return random.normal(size=shape).astype(x.dtype)
+            return random.integers(0, 64, x.shape, "int32")
+        return random.normal(size=x.shape).astype(x.dtype)
 
     batch = jax.tree.map(array, problem["batch"])
     options = {k: x for k, x in problem.items() if k in ("precision", "remat")}
+    options |= {"layouts": row.activations, **row.step_options}
     state = ml.TrainState.create(problem["build"], optax.adamw(3e-4), row.layouts)
-    step = ml.make_train_step(problem["loss_fn"], **{**options, **row.step_options})
+    step = ml.make_train_step(problem["loss_fn"], **options)
     taken: list[float] = []
     for _ in range(steps + 2):
         start = time.perf_counter()
@@ -250,39 +240,47 @@ def measured_s(row: Row, problem: dict[str, Any], steps: int) -> float:
     return statistics.median(taken[2:])
 
 
+def measured_line(name: str, problem: dict[str, Any], steps: int) -> str:
+    """Returns a line of the table of candidates that are estimated and run."""
+    rows = ml.plan(**problem, topology=ml.create_mesh(), budget_s=0).rows
+    rows = [row for row in rows if not row.error]
+    taken = [measured_s(row, problem, steps) for row in rows]
+    rho = correlation([row.step_s for row in rows], taken)
+    fastest = int(np.argmin(taken))
+    cells = [name, f"{len(rows)}", f"{rho:.2f}"]
+    cells += [f"{row} {dict(row.mesh.shape)}" for row in (rows[0], rows[fastest])]
+    cells += [f"{x * 1e3:.1f}" for x in (taken[0], taken[fastest], max(taken))]
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Compiles or measures, and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--problems", nargs="*", default=[*PROBLEMS])
+    parser.add_argument("--problems", nargs="*")
     parser.add_argument("--topologies", nargs="*", default=["v5e:2x4", "v5e:4x4"])
     parser.add_argument("--measure", action="store_true", help="on eight CPU devices")
     parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    parser.add_argument("--workers", type=int, help="compilations at once")
+    parser.add_argument("--cache", help="of compilations; by default plan's own")
     options = parser.parse_args()
+    problems, heads = PROBLEMS, ["problem", "slice", "compiled", "chosen"]
+    heads += ["estimated (ms)", "its step (ms)", "best of all (ms)", "slower by"]
+    heads += ["rank correlation", "memory, estimated / compiled", "median"]
+    heads += ["within 10%", "compiling (s)"]
     if options.measure:
         ml.virtual_devices(8)
-        print("| problem | candidates | rank correlation | planned | fastest |")
-        print("|---" * 5 + "|")
-    else:
-        heads = ["problem", "slice", "candidates", "chosen", "its step (ms)"]
-        heads += ["best of all (ms)", "slower by", "rank correlation"]
-        heads += ["memory, estimated / compiled", "within 10%", "compiling (s)"]
-        print(f"| {' | '.join(heads)} |")
-        print("|---" * 11 + "|")
-    for name in options.problems:
-        problem = PROBLEMS[name]()
-        planned: dict[str, Any] = {"optimizer": optax.adamw(3e-4), **problem}
+        problems, heads = SMALL, ["problem", "candidates", "rank correlation"]
+        heads += ["planned", "fastest", "planned (ms)", "fastest (ms)", "slowest (ms)"]
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
+    for name in options.problems or problems:
+        problem: dict[str, Any] = {"optimizer": optax.adamw(3e-4), **problems[name]()}
         if options.measure:
-            ranking = ml.plan(**planned, topology=ml.create_mesh(), budget_s=0)
-            rows = [row for row in ranking.rows if not row.error]
-            taken = [measured_s(row, problem, options.steps) for row in rows]
-            rho = correlation([row.step_s for row in rows], taken)
-            fastest = rows[int(np.argmin(taken))]
-            cells = [name, f"{len(rows)}", f"{rho:.2f}", repr(rows[0]), repr(fastest)]
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print(measured_line(name, problem, options.steps), flush=True)
             continue
+        problem |= {"workers": options.workers, "cache": options.cache}
         for topology in options.topologies:
-            ranking = ml.plan(**planned, topology=topology, budget_s=ENOUGH_S)
-            print(compiled_line(name, topology, ranking), flush=True)
+            print(compiled_line(name, topology, problem), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ LAYOUTS = {
     "tensor_parallel": TENSOR,
     "fsdp+tensor": FSDP_TENSOR,
     "fsdp+tensor_parallel": FSDP_TENSOR,
+    "spatial": Layouts("spatially parallel", ("height", "width")),
     "DATA_PARALLEL": Layouts("data-parallel by its own map", ("batch",)),
     "FSDP": Layouts("fully sharded by its own map", ("batch",)),
     "MODEL_PARALLEL": Layouts("tensor-parallel by its own map", ("model",)),
@@ -114,15 +115,17 @@ def command_line() -> argparse.ArgumentParser:
         help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
         "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
         "size may be -1 for the devices that are left (default: 'batch=-1', or "
-        "'batch=2,model=-1' for tensor and fsdp+tensor)",
+        "'batch=2,model=-1' for tensor and fsdp+tensor, "
+        "'batch=2,height=2,width=-1' for spatial)",
     )
     mesh.add_argument(
         "--layouts",
         choices=tuple(LAYOUTS),
         help="how parameters and optimizer state are sharded, by meshlayout.parallel: "
         "not at all, over 'batch' (fsdp), over 'model' as the model's operations allow "
-        "(tensor), or both; names in capitals are the layout maps at the foot of the "
-        "model's file (default: tensor if --mesh has an axis 'model', else "
+        "(tensor), or both; spatial shards the images of a convolutional network over "
+        "'height' and 'width'; names in capitals are the layout maps at the foot of "
+        "the model's file (default: tensor if --mesh has an axis 'model', else "
         "data_parallel)",
     )
     mesh.add_argument(

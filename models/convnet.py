@@ -91,3 +91,8 @@ FSDP = {
     r"(conv\d|dense)/bias": ("batch",),
     r"output/kernel": ("batch", None),
 }
+
+# Of images, where devices share each of them: every device holds all parameters, and
+# sends the rows and columns at its shard's edges to its neighbors. Labels and weights
+# are sharded by the first of these axes alone.
+SPATIAL = ("batch", "height", "width", None)

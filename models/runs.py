@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import meshlayout as ml
+from models.convnet import SPATIAL
 from models.data import Dataset, Split, Text, batches, num_batches
 from models.resnet import LinenResNet, LinenResNet50
 from models.transformer import next_token_losses
@@ -168,6 +169,13 @@ def batch_layout(mesh: ml.Mesh) -> ml.Layout:
     return mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
 
 
+def batch_layouts(mesh: ml.Mesh, batch: Batch) -> dict[str, ml.Layout]:
+    """Returns a layout per array: images also over `height` and `width`, if any."""
+    images = [axis if axis in mesh else None for axis in SPATIAL]
+    layouts = {name: batch_layout(mesh).with_rank(x.ndim) for name, x in batch.items()}
+    return layouts | ({"image": mesh.layout(*images)} if "image" in batch else {})
+
+
 def one_pass(
     step: Step,
     state: ml.TrainState,
@@ -181,14 +189,13 @@ def one_pass(
         step: A step of `make_steps`.
         state: The initial state; a step that trains uses it up.
         host_batches: Batches in host memory.
-        mesh: The mesh to put batches on, sharded over its axis `batch` if it has one.
+        mesh: The mesh to put batches on, in the layouts of `batch_layouts`.
         after_step: Called with the new state and the totals so far, which are a few
             steps behind, so that reading them does not wait for the devices.
     """
-    layout = batch_layout(mesh)
     totals, waiting = Totals(), deque()
     for batch in host_batches:
-        state, metrics = step(state, ml.relayout(batch, layout))
+        state, metrics = step(state, ml.relayout(batch, batch_layouts(mesh, batch)))
         waiting.append((metrics, float(batch["weight"].sum())))
         if len(waiting) > STEPS_IN_FLIGHT:
             totals.add(*waiting.popleft())

@@ -24,6 +24,7 @@ from meshlayout.errors import did_you_mean
 from models import gan
 from models.catalog import EXAMPLES, OWN_LAYOUTS
 from models.command_line import LAYOUTS, OptionError, check_options, command_line
+from models.convnet import SPATIAL
 from models.data import Dataset, load_dataset, load_text
 from models.gan_run import explain_gan, train_gan
 from models.prepare_data import (
@@ -36,7 +37,7 @@ from models.prepare_data import (
 from models.runs import (
     Training,
     TrainingError,
-    batch_layout,
+    batch_layouts,
     compare,
     image_loss,
     make_steps,
@@ -190,9 +191,9 @@ def explain(
     else:
         batch["image"] = inputs.update(dtype=jnp.uint8)
         batch["label"] = jax.ShapeDtypeStruct((size,), "int32")
-    layout = batch_layout(setting.mesh)
+    layouts = batch_layouts(setting.mesh, batch)
     batch = {
-        name: leaf.update(sharding=layout.with_rank(leaf.ndim).sharding)
+        name: leaf.update(sharding=layouts[name].sharding)
         for name, leaf in batch.items()
     }
     print(train_step.memory(state, batch))
@@ -205,7 +206,7 @@ def print_layouts(setting: Setting, states: dict[str, ml.TrainState]) -> None:
     numbers = np.array([device.id for device in mesh.devices.flat])
     print(f"\n{setting.title} on {mesh!r}, whose {mesh.platform} devices are")
     print(f"{numbers.reshape(mesh.devices.shape)}\n")
-    used = {"batch"}
+    used = {*SPATIAL}  # by the batch
     for name, state in states.items():
         if name:
             print(f"{name}:")
@@ -287,6 +288,9 @@ def make_setting(
         if layouts is not None and "model" in LAYOUTS[layouts].axes:
             # A single device is a mesh too.
             axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
+        elif layouts == "spatial":
+            halves = jax.device_count() % 4 == 0
+            axes = f"batch={1 + halves},height={1 + halves},width=-1"
     try:
         mesh = ml.create_mesh(axes)
     except ml.errors.MeshError as error:
@@ -294,8 +298,9 @@ def make_setting(
         fact, is_count, _ = str(error).partition(", or give ")
         way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
         raise OptionError(f"argument --mesh: {fact}{way}") from error
+    own_axes = LAYOUTS[layouts].axes if layouts is not None else ()
     for axis in mesh.axis_names:
-        if axis not in ("batch", "model"):
+        if axis not in ("batch", "model", *own_axes):
             raise OptionError(
                 f"argument --mesh: no layout here uses an axis {axis!r}; the axes are "
                 f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
@@ -316,6 +321,15 @@ def make_setting(
             raise OptionError(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
                 f"shards over mesh axis 'batch'; nearest that do: {nearest}"
+            )
+    for axis, pixels in zip(("height", "width"), IMAGE_SHAPE, strict=False):
+        shards = mesh.axis_size(axis) if axis in own_axes else 1
+        if pixels % shards:
+            sizes = [n for n in range(1, pixels + 1) if pixels % n == 0]
+            raise OptionError(
+                f"argument --mesh: the {pixels} pixels of an image's {axis} do not "
+                f"divide into {shards} shards over mesh axis {axis!r}; sizes that do: "
+                f"{', '.join(map(str, sizes))}"
             )
     names = tuple(gan.MODELS) if options.model == "gan" else ("",)
     maps = {name: make_layouts(options, labels, mesh, layouts, name) for name in names}
@@ -347,7 +361,12 @@ def make_layouts(
                 f"for every model there are {ready}"
             )
         return ml.LayoutMap(mesh, own[layouts])
-    if layouts == "data_parallel":
+    if layouts == "spatial" and not hasattr(EXAMPLES[options.model].file, "SPATIAL"):
+        raise OptionError(
+            "argument --layouts: spatial is for convolutional networks whose file has "
+            f"a layout SPATIAL of images, such as convnet; {options.model} has none"
+        )
+    if layouts in ("data_parallel", "spatial"):
         return ml.parallel.data_parallel(mesh)
     if layouts == "fsdp":
         return ml.parallel.fsdp(mesh)

@@ -7,7 +7,8 @@ vocabulary. Sequences may be packed: tokens then attend only to their own segmen
 Both variants are written for one device. The layout maps at the foot of this file
 shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants. The blocks are the modules
-`blocks/0`, `blocks/1` and so on.
+`blocks/0`, `blocks/1` and so on. `residual` is the name of the features between the
+halves of blocks, for maps that shard them, too.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,34 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+import meshlayout as ml
+
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Returns attention of each token to itself and the tokens before it.
+
+    Args:
+        query: Shape (batch, length, heads, features of a head).
+        key: The same shape.
+        value: The same shape.
+        segment_ids: Shape (batch, length), int32, or None: tokens attend only to those
+            of the same segment.
+
+    Returns:
+        An array of the shape of `query`; the softmax is in float32.
+    """
+    mask = None
+    if segment_ids is not None:
+        # One mask for all heads: (batch, 1, length, length).
+        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -32,6 +61,8 @@ class TransformerConfig:
         mlp_features: Hidden features of each block's MLP.
         dropout_rate: Fraction of the features that training drops after the embeddings
             and after each half of a block.
+        attention: What attends, a function as `causal_attention`; for long sequences
+            `functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)`.
     """
 
     vocab_size: int = 256
@@ -41,6 +72,7 @@ class TransformerConfig:
     num_layers: int = 2
     mlp_features: int = 256
     dropout_rate: float = 0.0
+    attention: Callable[..., jax.Array] = causal_attention
 
     def __post_init__(self) -> None:
         if self.features % self.num_heads:
@@ -56,35 +88,25 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    num_heads: int,
+    config: TransformerConfig,
     segment_ids: jax.Array | None,
 ) -> jax.Array:
-    """Returns causal attention: each token attends to itself and the tokens before it.
+    """Returns the attention of all heads, each with its share of the features.
 
     Args:
         query: Shape (batch, length, features).
         key: Shape (batch, length, features).
         value: Shape (batch, length, features).
-        num_heads: Number of heads into which the features are split.
-        segment_ids: Shape (batch, length), int32, or None: tokens attend only to those
-            of the same segment.
+        config: The model's sizes, and its attention.
+        segment_ids: Shape (batch, length), int32, or None.
 
     Returns:
-        An array of shape (batch, length, features); the softmax is in float32.
+        An array of shape (batch, length, features).
     """
+    num_heads = config.num_heads
     heads = (*query.shape[:2], num_heads, query.shape[-1] // num_heads)
-    mask = None
-    if segment_ids is not None:
-        # One mask for all heads: (batch, 1, length, length).
-        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    read = jax.nn.dot_product_attention(
-        query.reshape(heads),
-        key.reshape(heads),
-        value.reshape(heads),
-        mask=mask,
-        is_causal=True,
-    )
-    return read.reshape(query.shape)
+    parts = (x.reshape(heads) for x in (query, key, value))
+    return config.attention(*parts, segment_ids=segment_ids).reshape(query.shape)
 
 
 def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array:
@@ -116,7 +138,7 @@ class Attention(nnx.Module):
     """Causal self-attention with several heads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        self.num_heads = config.num_heads
+        self.config = config
         self.query = nnx.Linear(config.features, config.features, rngs=rngs)
         self.key = nnx.Linear(config.features, config.features, rngs=rngs)
         self.value = nnx.Linear(config.features, config.features, rngs=rngs)
@@ -125,7 +147,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
         query, key, value = self.query(x), self.key(x), self.value(x)
-        return self.output(attend(query, key, value, self.num_heads, segment_ids))
+        return self.output(attend(query, key, value, self.config, segment_ids))
 
 
 class MLP(nnx.Module):
@@ -152,8 +174,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), segment_ids))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        y = self.attention(self.attention_norm(x), segment_ids)
+        x = ml.constrain(x + self.dropout(y), "residual")
+        return ml.constrain(x + self.dropout(self.mlp(self.mlp_norm(x))), "residual")
 
 
 # Since 0.12 Flax wraps lists of modules; before, a plain list held them.
@@ -208,6 +231,7 @@ class Transformer(nnx.Module):
             x = self.dropout(x + table.astype(x.dtype))
         else:
             x = self.dropout(x + self.positions(positions))
+        x = ml.constrain(x, "residual")
         for block in self.blocks:
             x = block(x, segment_ids)
         return self.output(self.norm(x))
@@ -225,7 +249,7 @@ class LinenAttention(nn.Module):
         query = nn.Dense(features, name="query")(x)
         key = nn.Dense(features, name="key")(x)
         value = nn.Dense(features, name="value")(x)
-        read = attend(query, key, value, self.config.num_heads, segment_ids)
+        read = attend(query, key, value, self.config, segment_ids)
         return nn.Dense(features, name="output")(read)
 
 
@@ -252,9 +276,11 @@ class LinenBlock(nn.Module):
         """Returns features of shape (batch, length, features)."""
         dropout = nn.Dropout(self.config.dropout_rate, deterministic=not self.train)
         y = nn.LayerNorm(name="attention_norm")(x)
-        x = x + dropout(LinenAttention(self.config, name="attention")(y, segment_ids))
+        y = LinenAttention(self.config, name="attention")(y, segment_ids)
+        x = ml.constrain(x + dropout(y), "residual")
         y = nn.LayerNorm(name="mlp_norm")(x)
-        return x + dropout(LinenMLP(self.config, name="mlp")(y))
+        y = LinenMLP(self.config, name="mlp")(y)
+        return ml.constrain(x + dropout(y), "residual")
 
 
 class LinenBlocks(nn.Module):
@@ -308,6 +334,7 @@ class LinenTransformer(nn.Module):
         else:
             x = x + table(positions)
         x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
+        x = ml.constrain(x, "residual")
         x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
         x = nn.LayerNorm(name="norm")(x)
         return nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
@@ -373,4 +400,13 @@ FSDP_MODEL_PARALLEL = {
     r"embed/embedding": (("batch", "model"), None),
     r"positions/embedding": ("batch", None),
     r"^output/kernel": ("batch", "model"),
+}
+
+# Long sequences: the tokens of each row are sharded over `seq`, for a config whose
+# attention is `ml.parallel.ring_attention`; batches in `mesh.layout("batch", "seq")`,
+# the matrices over both axes. Give this map to the step, too.
+FSDP_CONTEXT = {
+    r"kernel": (("batch", "seq"), None),
+    r"embedding": (("batch", "seq"), None),
+    r"^residual$": ("batch", "seq", None),
 }

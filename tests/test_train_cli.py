@@ -76,6 +76,9 @@ RUNS = {
     "--model transformer --flax linen --layouts tensor": (
         f"{TENSOR} on Mesh(batch=2, model=4)"
     ),
+    "--model convnet --layouts spatial": (
+        "spatially parallel on Mesh(batch=2, height=2, width=2)"
+    ),
     "--model gpt --layouts fsdp+tensor_parallel": f"{BOTH} on Mesh(batch=2, model=4)",
     "--model resnet50 --layouts FSDP --limit-train 128": (
         f"{FSDP} by its own map on Mesh(batch=8)"
@@ -142,7 +145,15 @@ REFUSED = {
         "argument --layouts: mlp has no map FSDP_MODEL_PARALLEL: its own are "
         "DATA_PARALLEL, MODEL_PARALLEL, FSDP, and for every model there are "
         "data_parallel, fsdp, tensor, tensor_parallel, fsdp+tensor, "
-        "fsdp+tensor_parallel"
+        "fsdp+tensor_parallel, spatial"
+    ),
+    "--layouts spatial --model convnet --mesh height=8,width=1": (
+        "argument --mesh: the 28 pixels of an image's height do not divide into 8 "
+        "shards over mesh axis 'height'; sizes that do: 1, 2, 4, 7, 14, 28"
+    ),
+    "--layouts spatial": (
+        "argument --layouts: spatial is for convolutional networks whose file has a "
+        "layout SPATIAL of images, such as convnet; mlp has none"
     ),
     "--model gpt --flax nnx": "argument --flax: gpt has one variant; leave --flax out",
     "--processes 3": (

@@ -1,5 +1,11 @@
-"""Ready-made rules for how models are laid out on meshes."""
+"""Ready-made rules for how models are laid out on meshes, and code on shards."""
 
+from meshlayout.exchange import (
+    all_to_all_attention as all_to_all_attention,
+    pipeline as pipeline,
+    ring_attention as ring_attention,
+    stages as stages,
+)
 from meshlayout.parallel.composition import (
     Composition as Composition,
     compose as compose,

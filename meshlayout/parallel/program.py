@@ -173,7 +173,9 @@ def _walk(flow: Flow, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
 
     for eqn in jaxpr.eqns:
         call = _CALLS.get(eqn.primitive.name, _operation)
-        results = call(flow, eqn, list(map(read, eqn.invars)))
+        args = list(map(read, eqn.invars))
+        results = call(flow, eqn, args)
+        flow.visit(eqn, args, results)
         values.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 

@@ -1,84 +1,28 @@
-"""The meshes and layouts that `plan` compares, each a value with the code to paste."""
+"""The meshes and layouts that `plan` compares, each with the code to paste."""
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _jax
-from meshlayout._annotations import Leaf, PyTree
-from meshlayout._batches import batch_axes
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
-from meshlayout.parallel import compose, data_parallel, zero_rule
+from meshlayout.parallel import compose, data_parallel, fsdp, tensor_parallel
+from meshlayout.planning.rows import Row
 from meshlayout.state.train_state import Optimizer, _transformation
 
 
 Candidates: TypeAlias = Mapping[str, "LayoutMap | Callable[[Mesh], LayoutMap]"]
 
-OFFLOAD = 'layouts |= {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}'
-BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
 _LARGEST_MODEL_AXIS = 16  # what it sends grows with it
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A candidate: a mesh, a layout map and options of a train step.
-
-    Attributes:
-        name: Such as `"fsdp"`.
-        topology: What it is for.
-        mesh: The mesh.
-        layouts: The layout map.
-        code: Lines that make the map, from `mesh`.
-        options: Options of `make_train_step` besides those of the user.
-        error: Why there is no layout map, or empty.
-    """
-
-    name: str
-    topology: str
-    mesh: Mesh
-    layouts: LayoutMap
-    code: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
-
-    def __str__(self) -> str:
-        texts = [self.name, *(f"{name}={x}" for name, x in self.options.items())]
-        texts += ["optimizer on the host"] * (OFFLOAD in self.code)
-        return ", ".join(texts + ["optimizer in bfloat16"] * (BFLOAT16 in self.code))
-
-    def with_options(self, **options: object) -> "Variant":
-        """Returns the same with other options of the step."""
-        return replace(self, options={**self.options, **options})
-
-    def offloaded(self) -> "Variant":
-        """Returns the same with the optimizer's state in the host's memory."""
-        rule = zero_rule(self.mesh, memory_kind="pinned_host")
-        layouts = self.layouts | {"^opt_state/": rule}
-        return replace(self, layouts=layouts, code=(*self.code, OFFLOAD))
-
-    @property
-    def activations(self) -> LayoutMap:
-        """Layouts of what loops carry, which XLA may shard like the weights."""
-        return LayoutMap(self.mesh, {"carry": (batch_axes(self.mesh), ...)})
-
-    def to_code(self) -> str:
-        """Returns Python that makes the mesh, the map, the state and the step."""
-        axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
-        options = [f"{name}={value!r}" for name, value in self.options.items()]
-        call = ", ".join(["loss_fn", "layouts=activations", *options, "**step_options"])
-        lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
-        lines += [*self.code, "state = ml.TrainState.create(build, optimizer, layouts)"]
-        rules = f"{{'carry': ({batch_axes(self.mesh)!r}, ...)}}"
-        lines.append(f"activations = ml.LayoutMap(mesh, {rules})")
-        return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
 
 
 def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
@@ -109,59 +53,64 @@ def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
 
 
 def proposals(
-    mesh: Mesh,
-    topology: str,
-    sharded: Callable[[Mesh], LayoutMap],
-    tensor: Callable[[Mesh], LayoutMap],
-) -> Iterator[Variant]:
-    """Yields the usual layout maps for a mesh, made of these two."""
-    line = "layouts = ml.parallel.{}".format
-    parts, rest = (
-        f"{x}(mesh, build, batch, call=loss_fn)" for x in ("tensor_parallel", "fsdp")
+    mesh: Mesh, topology: str, model: Any, inputs: Batch, call: Callable[..., Any]
+) -> Iterator[Row]:
+    """Yields the usual layouts for a mesh."""
+    arguments = "(mesh, build, batch, call=loss_fn)"
+    rest, parts = (
+        f"ml.parallel.fsdp{arguments}",
+        f"ml.parallel.tensor_parallel{arguments}",
     )
+
+    def sharded() -> LayoutMap:
+        return fsdp(mesh, model, inputs, call=call)
+
+    def tensor() -> LayoutMap:
+        return tensor_parallel(mesh, model, inputs, call=call)
+
+    ways: dict[str, tuple[str, Callable[[], LayoutMap]]] = {}
     if "model" not in mesh:
-        name = "hybrid fsdp" if "fsdp" in mesh else "fsdp"
-        yield Variant(name, topology, mesh, sharded(mesh), (line(rest),))
-        if "fsdp" not in mesh:
-            code = (line("data_parallel(mesh)"),)
-            yield Variant("data", topology, mesh, data_parallel(mesh), code)
-        return
-    try:
-        first = tensor(mesh)
-    except LayoutMapError as error:
-        yield Variant("tensor", topology, mesh, LayoutMap(mesh), error=str(error))
-        return
-    if "fsdp" not in mesh:
-        yield Variant("tensor", topology, mesh, first, (line(parts),))
-    layouts, code = (
-        compose(first, sharded(mesh)),
-        line(f"compose(ml.parallel.{parts}, ml.parallel.{rest})"),
-    )
-    yield Variant("tensor + fsdp", topology, mesh, layouts, (code,))
+        ways["hybrid fsdp" if "fsdp" in mesh else "fsdp"] = rest, sharded
+    if "model" not in mesh and "fsdp" not in mesh:
+        ways["data"] = "ml.parallel.data_parallel(mesh)", lambda: data_parallel(mesh)
+    if "model" in mesh and "fsdp" not in mesh:
+        ways["tensor"] = parts, tensor
+    if "model" in mesh:
+        both = f"ml.parallel.compose({parts}, {rest})"
+        ways["tensor + fsdp"] = both, lambda: compose(tensor(), sharded())
+    for name, (text, make) in ways.items():
+        row = Row(name, topology, mesh, LayoutMap(mesh), (f"layouts = {text}",))
+        try:
+            with _checks.noted(f"while plan traces the candidate {name!r}"):
+                row = replace(row, layouts=make())
+        except LayoutMapError as error:  # nothing can be sharded
+            row = replace(row, error=str(error).splitlines()[0])
+        yield row
 
 
 def given(
     candidates: Candidates, known: Sequence[Mesh], topology: str
-) -> Iterator[Variant]:
+) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
+    devices = {*known[0].devices.flat}
     for name, value in candidates.items():
+        maps: list[LayoutMap] = []
+        problem: MeshLayoutError | None = None
+        code = (f"layouts = {name}  # your map",)
         if isinstance(value, LayoutMap):
-            if {*value.mesh.devices.flat} <= {*known[0].devices.flat}:
-                code = (f"layouts = {name}  # your map",)
-                yield Variant(name, topology, value.mesh, value, code)
-            continue
-        layouts, problem = None, None
-        for mesh in known:
-            try:
-                layouts = value(mesh)
-            except MeshLayoutError as error:  # it is for meshes with other axes
-                problem = error
-                continue
+            maps = [value] * ({*value.mesh.devices.flat} <= devices)
+        else:
             code = (f"layouts = {getattr(value, '__name__', name)}(mesh)",)
-            yield Variant(name, topology, mesh, layouts, code)
-        if layouts is None and problem is not None:
+            for mesh in known:
+                try:
+                    maps.append(value(mesh))
+                except MeshLayoutError as error:  # it is for meshes with other axes
+                    problem = error
+        if problem is not None and not maps:
             problem.add_note(f"while plan calls the candidate {name!r}")
             raise problem
+        for layouts in maps:
+            yield Row(name, topology, layouts.mesh, layouts, code)
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -46,7 +46,7 @@ class Outcome:
     peak_bytes: float = 0.0  # arguments, new results, temporaries and code
     memory_bytes: float = 0.0  # that there is, if it was refused for memory
     error: str = ""  # the compiler's first line
-    seconds: float = 0.0
+    compile_s: float = 0.0
     host_bytes: int = 0  # that the process took at the most
 
 

@@ -6,29 +6,29 @@ candidate is a table: which factors of dims its axes shard. Axes that shard batc
 shard rows; parameters that they shard are gathered where they are used.
 
 Memory is a liveness of the jaxpr in its order. What is computed element by element is
-taken to be fused into what reads it, unless it is smaller than what it is made of.
+taken to be fused into what reads it, unless it is smaller than what it is made of. Seen
+in programs for TPUs: a loop has its stacked results from its start, and what it reads
+until its end; the next weights are gathered while some are used, in bfloat16; while a
+gradient is computed, the reduce-scatter of the one before goes on.
 """
 
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from meshlayout import _jax
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
-from meshlayout.hlo.cost import _products
+from meshlayout.hlo.cost import _products, read_cost
 from meshlayout.layout import axes_of
 from meshlayout.mesh import Mesh
-from meshlayout.parallel import factors as dims_of
-from meshlayout.parallel.factors import Dims, Flow, Value, fresh_dims, leaves_of
-from meshlayout.parallel.operations import OPERATIONS, out_shapes
-from meshlayout.parallel.program import _INLINED
+from meshlayout.parallel.factors import Flow, Value, fresh_dims, leaves_of, link_all
+from meshlayout.parallel.program import _CALLS, _walk
 from meshlayout.planning.chips import Chip
 from meshlayout.planning.schedule import ring_hops
 from meshlayout.state import TrainState
@@ -36,8 +36,9 @@ from meshlayout.state import TrainState
 
 # Their results are in memory; all other operations are fused into what reads them.
 _HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "sort"}
-_HEAVY |= {"scatter", "scatter-add", "top_k", "cumsum", "concatenate", "stack"}
+_HEAVY |= {"scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
 _HEAVY |= {"select_and_scatter_add", "dynamic_update_slice"}
+_LOOPS = {"scan", "while"}
 
 _START_S = 0.5e-6  # that an operation takes at the least, as TPU compilers estimate
 _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
@@ -47,16 +48,9 @@ _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
 class Estimate:
     """What one step costs on each device: seconds, bytes, and bytes sent by axes."""
 
-    compute_s: float
-    memory_s: float  # more than computing takes
-    network_s: float
+    seconds: Mapping[str, float]  # compute, memory beyond it, and network beyond both
     peak_bytes: float
     sent: Mapping[str, float]
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of a step: collectives are hardly overlapped."""
-        return self.compute_s + self.memory_s + self.network_s
 
 
 @dataclass(slots=True)
@@ -65,12 +59,14 @@ class _Operation:
     inputs: list[int]  # arrays, by index
     outputs: list[int]
     runs: int
+    start: int  # the first operation of a loop; else its own place
     flops: float = 0.0  # of all devices, in one run
-    summed: Any = ()  # factors over which it sums
+    summed: Iterable[Any] = ()  # factors over which it sums
+    sliced: dict[int, int] = field(default_factory=dict)  # inputs by turns of a loop
 
     @property
     def is_heavy(self) -> bool:
-        return self.name in _HEAVY or self.name.startswith("reduce_")
+        return self.name in _HEAVY | _LOOPS or self.name.startswith("reduce_")
 
 
 class StepTrace:
@@ -82,101 +78,62 @@ class StepTrace:
         self.operations: list[_Operation] = []
         self.values: list[Value] = []
         self.nbytes: list[int] = []
-        self.loops: list[tuple[int, int]] = []  # their first and last operations
-        self._flow, jaxpr = Flow(), traced.jaxpr.jaxpr
-        self.arguments = [self._new(var.aval) for var in jaxpr.invars]
+        self._indices: dict[int, int] = {}
+        self._starts: dict[int, int] = {}  # of the loops that are walked through
+        self._flow, jaxpr = Flow(visit=self._visit), traced.jaxpr.jaxpr
+        shapes = [var.aval.shape for var in jaxpr.invars]
+        args = [Value(shape, fresh_dims(shape)) for shape in shapes]
+        self.arguments = [*map(self._index, args, jaxpr.invars)]
+        results = _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
         num_state, num_batch = (len(jax.tree.leaves(x)) for x in (state, batch))
-        results = self._walk(jaxpr, self.arguments, 1)
-        self._link(self.arguments[:num_state], results)
+        for before, after in zip(args[:num_state], results, strict=False):
+            if before.shape == after.shape:
+                link_all(before.dims, after.dims)
         self.num_params = len(jax.tree.leaves(state.params))
         self.factors = [_majors(value.dims) for value in self.values]
         for op in self.operations:
             op.summed = {*_majors(op.summed)}
         rows = self.arguments[num_state : num_state + num_batch]
         self.rows = {x for index in rows for x in self.factors[index][:1]} - {None}
-        self.flops = sum(op.flops * op.runs for op in self.operations)
+        self.flops = read_cost(traced).flops
         self.uses = self._uses()
 
-    def _new(self, aval: Leaf, value: Value | None = None) -> int:
-        shape = tuple(getattr(aval, "shape", ()))
-        self.values.append(value or Value(shape, fresh_dims(shape)))
-        dtype = getattr(aval, "dtype", None)
-        size = 0 if dtype is None else math.prod(shape) * _jax.itemsize(dtype)
-        self.nbytes.append(size)
-        return len(self.values) - 1
+    def _index(self, value: Value, var: Any) -> int:
+        if id(value) not in self._indices:
+            self._indices[id(value)] = len(self.values)
+            self.values.append(value)
+            dtype = getattr(var.aval, "dtype", None)
+            size = 0 if dtype is None else _jax.itemsize(dtype)
+            self.nbytes.append(size * math.prod(value.shape))
+        return self._indices[id(value)]
 
-    def _link(self, first: Iterable[int], second: Iterable[int]) -> None:
-        for a, b in zip(first, second, strict=False):
-            if self.values[a].shape == self.values[b].shape:
-                dims_of.link_all(self.values[a].dims, self.values[b].dims)
-
-    def _walk(self, jaxpr: Any, args: Sequence[int], runs: int) -> list[int]:
-        known = dict(zip(jaxpr.invars, args, strict=True))
-        known |= {var: self._new(var.aval) for var in jaxpr.constvars}
-
-        def read(var: Any) -> int:
-            return self._new(var.aval) if isinstance(var, Literal) else known[var]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [*map(read, eqn.invars)], runs)
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return [*map(read, jaxpr.outvars)]
-
-    def _equation(self, eqn: Equation, inputs: list[int], runs: int) -> list[int]:
-        name, inner = eqn.primitive.name, _jax.inner_jaxprs(eqn)
+    def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
+        name, depth, place = eqn.primitive.name, self._flow.depth, len(self.operations)
+        is_loop = name in _LOOPS
+        if name in _CALLS and not is_loop:
+            return
+        start = self._starts.pop(depth + 1, place) if is_loop else place
+        self._starts.setdefault(depth, start)
+        inputs = [*map(self._index, args, eqn.invars)]
+        outputs = [*map(self._index, results, eqn.outvars)]
+        flops = 2.0 * _products(eqn) * math.prod([*[x.shape for x in results], ()][0])
+        op = _Operation(name, inputs, outputs, self._flow.runs, start, flops)
         if name == "scan":
-            return self._scan(eqn, inner[0], inputs, runs)
-        if name == "while":
-            inputs = inputs[eqn.params["cond_nconsts"] :]
-            results = self._walk(inner[-1], inputs, runs)
-            self._link(inputs[eqn.params["body_nconsts"] :], results)
-            return results
-        if name == "cond":
-            return self._walk(inner[-1], inputs[1:], runs)
-        if name in _INLINED.split() and len(inner[0].invars) == len(inputs):
-            return self._walk(inner[0], inputs, runs)
-        args, shapes = [self.values[index] for index in inputs], out_shapes(eqn)
-        self._flow.new_bits = 0
-        dims = [_alike(shape, args) for shape in shapes]
-        if name in OPERATIONS:
-            dims = OPERATIONS[name](self._flow, eqn, *args)
-        triples = zip(eqn.outvars, shapes, dims, strict=True)
-        outputs = [self._new(var.aval, Value(shape, x)) for var, shape, x in triples]
-        flops = 2.0 * _products(eqn) * math.prod(shapes[0] if shapes else ())
-        op = _Operation(name, inputs, outputs, runs, flops)
+            sliced = inputs[sum(_jax.scan_counts(eqn)) :]
+            op.sliced = dict.fromkeys(sliced, max(1, eqn.params["length"]))
+        elif op.is_heavy and not is_loop:
+            dims = itertools.chain(*(value.dims for value in results))
+            kept = {id(factor) for factor in itertools.chain(*dims)}
+            both = itertools.chain(*(value.dims for value in args[:2]))
+            op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
         self.operations.append(op)
-        if op.is_heavy:
-            kept = {id(factor) for each in dims for factor in itertools.chain(*each)}
-            both = itertools.chain(*(arg.dims for arg in args[:2]))
-            op.summed = tuple(dim for dim in both if dim and id(dim[0]) not in kept)
-        return outputs
-
-    def _scan(
-        self, eqn: Equation, body: Any, inputs: list[int], runs: int
-    ) -> list[int]:
-        num_consts, num_carry = _jax.scan_counts(eqn)
-        times, start = runs * max(1, eqn.params["length"]), num_consts + num_carry
-        args, begin = inputs[:start], len(self.operations)
-        for index, var in zip(inputs[start:], body.invars[start:], strict=True):
-            value = self.values[index]
-            part = Value(value.shape[1:], value.dims[1:])
-            args.append(self._new(var.aval, part))
-            self.operations.append(_Operation("slice", [index], args[-1:], times))
-        results = self._walk(body, args, times)
-        self._link(inputs[num_consts:start], results)
-        pairs = zip(results[num_carry:], eqn.outvars[num_carry:], strict=True)
-        for number, (index, var) in enumerate(pairs, num_carry):
-            shape = var.aval.shape
-            dims = (*fresh_dims(shape[:1]), *self.values[index].dims)
-            results[number] = self._new(var.aval, Value(shape, dims))
-            stack = _Operation("stack", [index], results[number : number + 1], runs)
-            self.operations.append(stack)
-        self.loops.append((begin, len(self.operations) - 1))
-        return results
 
     def _uses(self) -> dict[int, tuple[int, int, int, int]]:
-        """Returns the first and last operation, runs and bytes of what is gathered."""
+        """Returns where parameters are first and last used, in what parts and bytes.
+
+        That is as they are cast, or a layer at a time.
+        """
         uses: dict[int, tuple[int, int, int, int]] = {}
         origins = {index: index for index in range(self.num_params)}
         for place, op in enumerate(self.operations):
@@ -184,31 +141,21 @@ class StepTrace:
                 if index not in origins:
                     continue
                 origin = origins[index]
-                if not op.is_heavy:
-                    # Cast, transposed, or a layer's: it may be gathered as that.
-                    whole = self.values[index].size
-                    small = [x for x in op.outputs if self.values[x].size <= whole]
-                    origins.update(dict.fromkeys(small, origin))
+                if op.is_heavy:
+                    turns = op.sliced.get(index, 1)
+                    first, _, runs, size = uses.get(origin, (op.start, 0, 1, 2**63))
+                    size = min(size, self.nbytes[index] // turns)
+                    uses[origin] = first, place, max(runs, turns), size
                 else:
-                    first, _, runs, size = uses.get(origin, (place, 0, 0, math.inf))
-                    size = min(size, self.nbytes[index])
-                    uses[origin] = first, place, max(runs, op.runs), int(size)
+                    whole = self.values[index].size
+                    same = (x for x in op.outputs if self.values[x].size <= whole)
+                    origins.update(dict.fromkeys(same, origin))
         return uses
 
 
-def _majors(dims: Dims) -> tuple[Any, ...]:
+def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
     return tuple((*leaves_of(dim), None)[0] for dim in dims)
-
-
-def _alike(shape: tuple[int, ...], args: Iterable[Value]) -> Dims:
-    """Returns the dims of the result of an operation that is not followed."""
-    for arg in args:
-        if arg.shape == shape:
-            return arg.dims
-        if shape and arg.shape[:1] == shape[:1]:
-            return (arg.dims[0], *fresh_dims(shape[1:]))
-    return fresh_dims(shape)
 
 
 def estimate(
@@ -216,14 +163,13 @@ def estimate(
     state: TrainState[Any],
     mesh: Mesh,
     chip: Chip,
-    *,
-    accumulate: int = 1,
-    is_remat: bool = False,
-    hop_s: float = 1e-6,
+    accumulate: int,
+    is_remat: bool,  # noqa: FBT001
+    hop_s: float,
 ) -> Estimate:
     """Returns what a step costs for an abstract state in its layouts."""
     rows, leaves = batch_axes(mesh), jax.tree.leaves(state)
-    params = leaves[: trace.num_params]
+    params, is_tpu = leaves[: trace.num_params], chip.scratch_bytes > 0
     shards: dict[Any, tuple[str, ...]] = dict.fromkeys(trace.rows, rows)
     for factors, leaf in zip(trace.factors, params, strict=False):
         for factor, entry in zip(factors, leaf.sharding.spec, strict=False):
@@ -252,7 +198,7 @@ def estimate(
         network_s += passes * hops * ring_hops(n) * hop_s
 
     for op in trace.operations:
-        if not op.is_heavy:
+        if not op.is_heavy or op.name in _LOOPS:
             continue
         factors = [f for index in op.outputs for f in trace.factors[index]]
         count, runs = mesh.axis_size(axes_in(factors, op.summed)), op.runs * accumulate
@@ -266,68 +212,72 @@ def estimate(
         if over:
             size = sum(sizes[index] for index in op.outputs)
             send([x for x in mesh.axis_names if x in over], size, 2 * runs)
-    is_tpu = chip.scratch_bytes > 0
     slots: dict[Any, set[str]] = defaultdict(set)
     for leaf in jax.tree.leaves(state.opt_state):
         slots[leaf.shape].update(*map(axes_of, leaf.sharding.spec))
-    grads: dict[Any, int] = {}  # into how many shards they are divided
-    lives: list[tuple[int, int, float]] = []  # of what is gathered
+    # Into how many shards, and whether by a reduce-scatter and added up after it.
+    grads: dict[Any, tuple[int, bool, bool]] = {}
+    lives: list[tuple[int, int, float]] = []
     transient = sums = 0.0
     share = 1 / max(1, len(params))  # compilers combine what is not gathered
     for index, leaf in enumerate(params):
         own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
         count = mesh.axis_size([*(own - {*rows})])
-        first, last, runs, used = trace.uses.get(index, (0, 0, 1, 0))
-        used, size = used / count, trace.nbytes[index] / count
+        nbytes = trace.nbytes[index]
+        first, last, runs, used = trace.uses.get(index, (0, 0, 1, nbytes))
+        used, size = used / count, nbytes / count
         split = [axis for axis in rows if axis in own]
         later = [axis for axis in rows if axis in slots[leaf.shape] - own]
         whole = [axis for axis in rows if axis not in {*own, *later}]
         if split:
             # XLA casts what a TPU multiplies before it gathers it.
-            kind = min(2, _jax.itemsize(leaf.dtype)) if is_tpu else 4
-            part = min(used, math.prod(leaf.shape) / count / runs * kind)
+            part = min(used, size / runs / 2) if is_tpu else used
             again = 2 if is_remat or runs > 1 else 1
             send(split, part, again * accumulate * runs)
             send(split, used, accumulate * runs)
-            if again == 1:
-                lives.append((first, last, part))
-            transient = max(transient, part * (again > 1))
+            transient = max(transient, again * part)
+            lives += [(first, last, part)] * (again == 1)
         size, total = size / mesh.axis_size(split), used * runs
         if later:
             send(later, total / mesh.axis_size(split), 1, share)
             send(later, size, 1, share)
         if whole:
             send(whole, total / mesh.axis_size([*split, *later]), 2, share)
-        grads[frozenset(trace.factors[index])] = mesh.axis_size([*split, *later])
+        shares = mesh.axis_size([*split, *later]), bool(split), bool(whole)
+        grads[frozenset(trace.factors[index])] = shares
         sums += size / mesh.axis_size(later) if accumulate > 1 else 0.0
     on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
-    held = sum(map(shard_bytes, on_device))
+    held = sum(map(shard_bytes, on_device)) + sums
     held += sum(sizes[x] for x in trace.arguments[len(leaves) :]) * accumulate
+    held += is_tpu * _CODE_BYTES * len(trace.operations)
+    # The state is read and written, and gradients are read.
     memory_s += 7 / 3 * sum(map(shard_bytes, leaves)) / chip.memory_bytes_per_s
     memory_s += _START_S * len(params)
-    counts = {i: grads.get(frozenset(x)) for i, x in enumerate(trace.factors)}
-    lives += _lives(trace, sizes, counts)
-    peak = held + sums + 2 * transient + _peak(lives, chip.scratch_bytes)
-    peak += is_tpu * _CODE_BYTES * len(trace.operations)
-    return Estimate(compute_s, memory_s, network_s, peak, dict(sent))
+    found = {i: grads.get(frozenset(x)) for i, x in enumerate(trace.factors)}
+    temporary = _peak([*lives, *_lives(trace, sizes, found)]) + transient
+    peak = held + temporary * (temporary > chip.scratch_bytes)
+    seconds = {"compute": compute_s, "memory": memory_s, "network": network_s}
+    return Estimate(seconds, peak, dict(sent))
 
 
-def _peak(lives: Iterable[tuple[int, int, float]], scratch: float) -> float:
+def _peak(lives: Iterable[tuple[int, int, float]]) -> float:
     """Returns the most bytes at a time."""
     changes: dict[int, float] = defaultdict(float)
     for first, last, size in lives:
         changes[2 * first] += size
         changes[2 * last + 1] -= size
-    total = itertools.accumulate(changes[place] for place in sorted(changes))
-    return max(0.0, max(total, default=0.0) - scratch)
+    totals = itertools.accumulate(changes[place] for place in sorted(changes))
+    return max(totals, default=0.0)
 
 
 def _lives(
-    trace: StepTrace, sizes: Sequence[float], counts: Mapping[int, int | None]
+    trace: StepTrace,
+    sizes: Sequence[float],
+    grads: Mapping[int, tuple[int, bool, bool] | None],
 ) -> Iterator[tuple[int, int, float]]:
     """Yields first and last operation and bytes of what is computed and needed again.
 
-    `counts` are the shards of gradients, which no operation reads but the update.
+    `grads` are gradients, if no operation reads them but the update.
     """
     _, last, sources = _reads(trace, sizes, ())
     # What can be made again of what is kept anyway is not kept besides.
@@ -337,26 +287,24 @@ def _lives(
         if sources[index] and all(last.get(x, -1) >= place for x in sources[index])
     }
     births, last, _ = _reads(trace, sizes, fused)
-    end, recent = len(trace.operations), list[int]()
+    whole: list[tuple[int, float, bool]] = []
     for index, place in births.items():
-        # A loop has its stacks from its start, and what it reads until its end.
-        done = last.get(index, end)
-        for start, stop in trace.loops:
-            if trace.operations[place].name == "stack" and start <= place <= stop:
-                place = start
-            elif place < start <= done <= stop:
-                done = stop
-        if index in last or trace.operations[births[index]].name == "stack":
-            yield (
-                place,
-                done,
-                sizes[index] / (1 if index in last else counts[index] or math.inf),
-            )
-        elif counts[index]:
-            recent.append(index)
-    for index, after in itertools.zip_longest(recent, recent[1:]):
-        # Whole, until it is divided or added up while the next one is computed.
-        yield births[index], births[after] if after else end, sizes[index]
+        op = trace.operations[place]
+        count, is_scattered, is_added = grads[index] or (0, False, False)
+        if index in last:
+            yield op.start, last[index], sizes[index]
+        elif count and op.sliced:
+            # Stacked ones are all added up after the loop.
+            copies = 2 if is_added else 1
+            yield op.start, len(trace.operations), copies * sizes[index] / count
+        elif count:
+            whole.append((place, sizes[index], is_scattered))
+    large = max((size for _, size, _ in whole), default=0.0) / 8
+    whole = [each for each in whole if each[1] >= large]
+    for (place, size, is_scattered), after in zip(
+        whole, [*whole[1:], None], strict=True
+    ):
+        yield place, after[0] if after and is_scattered else place, size
 
 
 def _reads(

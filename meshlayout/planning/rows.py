@@ -1,56 +1,75 @@
-"""The result of `plan`: rows by what they cost, and what their time consists of."""
+"""The result of `plan`: candidates, what they cost, and what their time consists of."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshlayout import _render
+from meshlayout._batches import batch_axes
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, sizes_text
-from meshlayout.planning.candidates import Variant
+from meshlayout.parallel import zero_rule
 from meshlayout.planning.estimate import Estimate
+
+
+_OFFLOAD = 'layouts |= {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}'
+_BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
 
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """A candidate and what it costs.
+    """A candidate, which is a mesh, a layout map and options, and what it costs.
 
     `source` is `"compiled"` for the compiler's memory and schedule, `"roofline"` for
     its memory and the program's FLOPs and bytes over peaks, or `"estimated"`.
     """
 
-    variant: Variant
-    rows: int  # of a global batch
-    tokens: int  # of a global batch; 0 for none
-    memory_bytes: float  # that each device has
+    name: str  # such as "fsdp"
+    topology: str
+    mesh: Mesh
+    layouts: LayoutMap
+    code: tuple[str, ...] = ()  # that makes the layouts
+    step_options: Mapping[str, Any] = field(default_factory=dict)  # besides those given
+    error: str = ""  # why there is no program: the compiler's first line
     source: Literal["estimated", "compiled", "roofline"] = "estimated"
+    rows: int = 0  # of a global batch
+    tokens: int = 0  # of a global batch
+    memory_bytes: float = math.inf  # that each device has
+    peak_bytes: float = math.nan  # that each device holds at the most
     step_s: float = math.nan
     bound: str = ""  # "compute", "memory" or "network": what takes the most time
-    peak_bytes: float = math.nan  # that each device holds at the most
     utilization: float = math.nan  # model FLOPs as a share of what devices could do
     sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds
-    error: str = ""  # why there is no program: the compiler's first line
     compile_s: float = 0.0
     host_bytes: int = 0  # that the compilation took
     estimate: Estimate | None = None  # of before the compilation
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.variant.mesh
+    def with_options(self, **options: object) -> "Row":
+        """Returns the same candidate with other options of the step."""
+        return replace(self, step_options={**self.step_options, **options})
+
+    def offloaded(self) -> "Row":
+        """Returns the same candidate with the optimizer's state on the host."""
+        rule = zero_rule(self.mesh, memory_kind="pinned_host")
+        layouts = self.layouts | {"^opt_state/": rule}
+        return replace(self, layouts=layouts, code=(*self.code, _OFFLOAD))
+
+    def in_bfloat16(self) -> "Row":
+        """Returns the same candidate with the optimizer's state in bfloat16."""
+        return replace(self, code=(*self.code, _BFLOAT16))
 
     @property
-    def layouts(self) -> LayoutMap:
-        """The layout map."""
-        return self.variant.layouts
+    def is_bfloat16(self) -> bool:
+        """Whether the optimizer's state is in bfloat16 for it."""
+        return _BFLOAT16 in self.code
 
     @property
-    def step_options(self) -> dict[str, Any]:
-        """The options of `make_train_step` besides those that were given."""
-        return dict(self.variant.options)
+    def activations(self) -> LayoutMap:
+        """The layout of what loops carry, which XLA may shard like the weights."""
+        return LayoutMap(self.mesh, {"carry": (batch_axes(self.mesh), ...)})
 
     @property
     def fits(self) -> bool:
@@ -68,23 +87,35 @@ class Row:
         return self.tokens / self.step_s
 
     def to_code(self) -> str:
-        """Returns Python that makes the mesh, the map, the state and the step."""
-        return self.variant.to_code()
+        """Returns Python that makes the mesh, the maps, the state and the step."""
+        axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
+        rules = f"{{'carry': ({batch_axes(self.mesh)!r}, ...)}}"
+        options = [f"{name}={value!r}" for name, value in self.step_options.items()]
+        call = ", ".join(["loss_fn", "layouts=carry", *options, "**step_options"])
+        lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
+        lines += [*self.code, "state = ml.TrainState.create(build, optimizer, layouts)"]
+        lines += [f"carry = ml.LayoutMap(mesh, {rules})  # of activations in loops"]
+        return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON; numbers that are not known are None."""
-        names = "source step_s bound peak_bytes memory_bytes utilization sent error"
-        names += " compile_s host_bytes fits examples_per_s tokens_per_s step_options"
-        facts = {name: getattr(self, name) for name in names.split()}
+        names = "topology source step_s bound peak_bytes memory_bytes utilization error"
+        names += " sent compile_s host_bytes fits examples_per_s tokens_per_s"
+        facts: dict[str, Any] = {x: getattr(self, x) for x in names.split()}
         for name, value in facts.items():
             if isinstance(value, float) and not math.isfinite(value):
                 facts[name] = None
-        facts |= {"name": str(self.variant), "topology": self.variant.topology}
+        facts |= {"name": str(self), "step_options": dict(self.step_options)}
         return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
+
+    def __str__(self) -> str:
+        texts = [self.name, *(f"{name}={x}" for name, x in self.step_options.items())]
+        texts += ["optimizer on the host"] * (_OFFLOAD in self.code)
+        return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
 
     def __repr__(self) -> str:
         cells = [x for x in (*self._cells()[3:6], self.source) if x]
-        return f"{self.variant} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
+        return f"{self} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
 
     def _cells(self) -> list[str]:
         room = self.memory_bytes - self.peak_bytes
@@ -94,12 +125,11 @@ class Row:
             fits += f", {_render.bytes_text(abs(room))} {side}"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
-            rate = f"{self.examples_per_s:,.0f}"
             tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
+            rates = [f"{self.examples_per_s:,.0f}{tokens}", f"{self.utilization:.0%}"]
             step = f"{self.step_s * 1e3:.4g} ms"
-            rates = [f"{rate}{tokens}", f"{self.utilization:.0%}"]
         sent = (f"{k} {_render.bytes_text(x)}" for k, x in self.sent.items())
-        place = [self.variant.topology, sizes_text(self.mesh.shape), str(self.variant)]
+        place = [self.topology, sizes_text(self.mesh.shape), str(self)]
         return [*place, fits, step, self.bound, *rates, "; ".join(sent), self.source]
 
 
@@ -133,10 +163,9 @@ class Ranking:
     def explain(self, row: Row | int = 0) -> str:
         """Returns what the time of a row, or of its place in `rows`, consists of."""
         chosen = self.rows[row] if isinstance(row, int) else row
-        parts = [*chosen.parts.items()]
-        total, rest = sum(chosen.parts.values()), sum(x for _, x in parts[30:])
-        parts = parts[:30] + [("everything else", rest)] * (rest > 0)
-        lines = [[name, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for name, x in parts]
+        parts, total = [*chosen.parts.items()], sum(chosen.parts.values())
+        parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
+        lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
         headers = ["what", "time", "share"]
         return _render.text_table(headers, lines, "lrr", [repr(chosen)])
 

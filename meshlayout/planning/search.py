@@ -21,9 +21,7 @@ from meshlayout.errors import MeshLayoutError
 from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.parallel import fsdp, tensor_parallel
 from meshlayout.planning import candidates as ways, chips
-from meshlayout.planning.candidates import Candidates, Variant
 from meshlayout.planning.compilation import Compilation, Outcome, compile_all, job_of
 from meshlayout.planning.estimate import StepTrace, estimate
 from meshlayout.planning.rows import Ranking, Row
@@ -35,8 +33,7 @@ from meshlayout.step import make_train_step
 from meshlayout.step.interception import Remat, _block_paths
 
 
-_NUM_COMPILED, _MOST_COMPILED = 4, 12  # without a budget; if those do not fit
-_ACCUMULATE = (2, 4, 8)  # tried where a candidate does not fit
+_NUM_COMPILED, _MOST_COMPILED = 4, 12  # at the least and at the most, without a budget
 _HOST_BYTES = 4 * 2**30  # that a compilation may take, to say how many go at once
 
 
@@ -47,7 +44,7 @@ def plan(
     *,
     optimizer: Optimizer,
     topology: "str | Mesh | Sequence[str | Mesh]",
-    candidates: Candidates | None = None,
+    candidates: ways.Candidates | None = None,
     budget_s: float | None = None,
     module: nn.Module | None = None,
     workers: int | None = None,
@@ -70,10 +67,10 @@ def plan(
         topology: A TPU slice, as `"v5e:16x16"`, GPUs, as `"h100:8"`, or a mesh of
             devices that are here; or several, whose rows are compared per device.
         candidates: Layout maps by name, or functions of a mesh that return one. By
-            default, data, fully sharded, hybrid, tensor and expert parallelism and
-            their compositions, on meshes of one to three axes.
-        budget_s: For how many seconds compilations may be started; by default, the
-            four best candidates are compiled.
+            default, data, fully sharded, hybrid and tensor parallelism and their
+            compositions, on meshes of one to three axes.
+        budget_s: For how many seconds compilations may be started; by default, as long
+            as one that is left is estimated to be faster, between 4 and 12 of them.
         module: For Linen.
         workers: How many compilations go at once; by default what memory allows.
         cache: A directory for what compilers said, by default in `~/.cache`.
@@ -101,37 +98,28 @@ def plan(
         >>> ranking.fits, ranking.best.source
         (True, 'estimated')
     """
-    where: dict[str, Any] = {"where": "plan", "error": MeshLayoutError}
-    deadline = math.inf
+    where: Any = {"where": "plan", "error": MeshLayoutError}
+    deadline = time.monotonic()
     if budget_s is not None:
-        budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
-        deadline = time.monotonic() + budget_s
+        deadline += _checks.number("budget_s", budget_s, at_least=0, **where)
     if workers is not None:
         workers = _checks.count("workers", workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
     is_single = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
     targets: list[Any] = [topology] if is_single else [*topology]
-    search = _Search(
-        build=build,
-        loss_fn=loss_fn,
-        batch=jax.tree.map(_abstract, batch),
-        optimizer=optimizer,
-        module=module,
-        options=step_options,
-        targets={x.name: x for x in map(_Hardware.of, targets)},
-        deadline=deadline,
-        workers=workers or _num_workers(),
-        cache=Path(cache or Path.home() / ".cache" / "meshlayout" / "plan"),
-        hop_s=hop_s,
-        progress=progress,
-    )
+    slices = {x.name: x for x in map(_hardware, targets)}
+    folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
+    problem = build, loss_fn, jax.tree.map(_abstract, batch), optimizer, module
+    settings = (workers or _num_workers(), folder, hop_s, progress)
+    deadline = math.inf if budget_s is None else deadline
+    search = _Search(*problem, step_options, slices, deadline, *settings)
     return search.run(candidates)
 
 
 @dataclass
 class _Hardware:
-    """A topology: its devices, their figures, and the grid that they are in."""
+    """Devices, their figures, and the grid that they are in."""
 
     name: str
     devices: list[_jax.Device]
@@ -139,15 +127,15 @@ class _Hardware:
     grid: tuple[int, ...]
     topology: str = ""  # to compile for; empty if the devices are here
 
-    @classmethod
-    def of(cls, topology: "str | Mesh | jax.sharding.Mesh") -> "_Hardware":
-        if isinstance(topology, str):
-            _, grid = chips.parse_topology(topology)
-            devices = chips.describe_devices(topology)
-            return cls(topology, devices, chips.chip_of(devices[0]), grid, topology)
-        devices = [*as_mesh(topology).devices.flat]
-        name = f"{len(devices)} {devices[0].platform.upper()} devices"
-        return cls(name, devices, chips.chip_of(devices[0]), (len(devices),))
+
+def _hardware(target: "str | Mesh | jax.sharding.Mesh") -> _Hardware:
+    if isinstance(target, str):
+        _, grid = chips.parse_topology(target)
+        devices = chips.describe_devices(target)
+        return _Hardware(target, devices, chips.chip_of(devices[0]), grid, target)
+    devices = [*as_mesh(target).devices.flat]
+    name = f"{len(devices)} {devices[0].platform.upper()} devices"
+    return _Hardware(name, devices, chips.chip_of(devices[0]), (len(devices),))
 
 
 @dataclass
@@ -167,19 +155,17 @@ class _Search:
     hop_s: float
     progress: bool
     notes: list[str] = field(default_factory=list)
-    traces: dict[str, StepTrace | None] = field(default_factory=dict)
+    # What is traced once for all meshes.
+    traces: dict[Any, StepTrace | None] = field(default_factory=dict)
     states: dict[Any, Any] = field(default_factory=dict)
-    tables: Any = None  # of lookups
-    rules: dict[int, dict[str, Any]] = field(default_factory=dict)  # by axis size
-    model_flops: float = 0.0
 
-    def run(self, candidates: Candidates | None) -> Ranking:
+    def run(self, candidates: ways.Candidates | None) -> Ranking:
         start, rows, changes = time.monotonic(), list[Row](), list[Row]()
         try:
             for target in [*self.targets.values()]:
-                for variant in self._variants(target, candidates):
-                    with _checks.noted(f"while plan traces the candidate '{variant}'"):
-                        rows += self._estimates(variant)
+                for row in self._proposals(target, candidates):
+                    with _checks.noted(f"while plan traces the candidate '{row}'"):
+                        rows += self._estimates(row)
             rows.sort(key=_order)
             seconds = time.monotonic() - start
             self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
@@ -198,99 +184,84 @@ class _Search:
 
     # Estimates.
 
-    def _variants(
-        self, target: _Hardware, candidates: Candidates | None = None
-    ) -> Iterator[Variant]:
+    def _proposals(
+        self, target: _Hardware, candidates: ways.Candidates | None = None
+    ) -> Iterator[Row]:
         known = ways.meshes(target.devices, target.grid)
         if candidates is not None:
             yield from ways.given(candidates, known, target.name)
+        model = self.module or self.build, (self.batch,), self.loss_fn
         for mesh in known if candidates is None else ():
-            yield from ways.proposals(mesh, target.name, self._fsdp, self._tensor)
+            yield from ways.proposals(mesh, target.name, *model)
 
-    def _fsdp(self, mesh: Mesh) -> LayoutMap:
-        """Returns a fully sharded map; the model is traced once for all meshes."""
-        layouts = fsdp(mesh)
-        if self.tables is None:
-            arguments: Any = self.module or self.build, (self.batch,)
-            with _checks.noted("while plan traces the candidate 'fsdp'"):
-                layouts = fsdp(mesh, *arguments, call=self.loss_fn)
-            self.tables = layouts._options.default.function.tables
-        rule = replace(layouts._options.default.function, tables=self.tables)
-        return LayoutMap(mesh, default=rule)
-
-    def _tensor(self, mesh: Mesh) -> LayoutMap:
-        """Returns a tensor-parallel map; the model is traced once for each size."""
-        size = mesh.shape["model"]
-        if size not in self.rules:
-            arguments: Any = self.module or self.build, (self.batch,)
-            layouts = {**tensor_parallel(mesh, *arguments, call=self.loss_fn)}
-            layouts = {k: getattr(x, "layout", x) for k, x in layouts.items()}
-            self.rules[size] = {k: tuple(x.specs) for k, x in layouts.items()}
-        return LayoutMap(mesh, self.rules[size])
-
-    def _estimates(self, variant: Variant) -> Iterator[Row]:
-        """Yields a candidate as it is, and with what memory needs."""
-        row = best = self._row(variant)
+    def _estimates(self, row: Row) -> Iterator[Row]:
+        """Yields a candidate as it is, recomputing, and with what memory needs."""
+        row = self._estimate(row)
         yield row
-        if row.error:
-            return
-        if "remat" not in self.options and self._trace("blocks") is not None:
-            best = self._row(variant.with_options(remat="blocks"))
-            yield best
-        if row.fits or best.fits:
-            return
-        counts = self._counts(variant, _ACCUMULATE)
-        for count in counts:
-            best = self._row(best.variant.with_options(accumulate=count))
-            if best.fits:
-                break
-        yield from [best] * bool(counts)
-        if not best.fits and variant.mesh.platform != "cpu":
-            yield self._row(best.variant.offloaded())
+        is_tight = not row.fits
+        for less in self._shrunk(row, (2, 4, 8)) if not row.error else ():
+            row = self._estimate(less)
+            if [*row.step_options] == ["remat"] or (is_tight and row.fits):
+                yield row
+            is_tight = is_tight and not row.fits
+            if not is_tight:
+                return
 
-    def _counts(self, variant: Variant, counts: Sequence[int]) -> list[int]:
-        """Returns into how many microbatches the batch can be divided."""
-        shards = variant.mesh.axis_size(batch_axes(variant.mesh))
-        rows, is_free = num_examples(self.batch), "accumulate" not in self.options
-        return [n for n in counts if is_free and rows % (shards * n) == 0]
+    def _shrunk(self, row: Row, counts: Sequence[int]) -> Iterator[Row]:
+        """Yields a candidate with options that take less and less memory."""
+        given = {**self.options, **row.step_options}
+        if "remat" not in given and self._trace("blocks") is not None:
+            row = row.with_options(remat="blocks")
+            yield row
+        rows = num_examples(self.batch) // row.mesh.axis_size(batch_axes(row.mesh))
+        for count in counts if "accumulate" not in self.options else ():
+            if count > given.get("accumulate", 1) and rows % count == 0:
+                row = row.with_options(accumulate=count)
+                yield row
+        if row.mesh.platform != "cpu":
+            yield row.offloaded()
 
-    def _row(self, variant: Variant) -> Row:
-        """Returns the row of an estimate, or of what cannot be estimated."""
-        chip, rows = self.targets[variant.topology].chip, num_examples(self.batch)
-        sizes = [
+    def _estimate(self, row: Row) -> Row:
+        """Returns a row with its estimate, or why it cannot be estimated."""
+        chip, rows = self.targets[row.topology].chip, num_examples(self.batch)
+        texts = [
             math.prod(leaf.shape)
             for leaf in jax.tree.leaves(self.batch)
             if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
         ]
-        row = Row(variant, rows, max(sizes, default=0), chip.memory_bytes)
-        options = {"remat": "none", "accumulate": 1, **self.options, **variant.options}
+        known = {"rows": rows, "tokens": max(texts, default=0)}
+        row = replace(row, memory_bytes=chip.memory_bytes, **known)
+        options = {"remat": "none", "accumulate": 1, **self.options, **row.step_options}
         trace, count = self._trace(options["remat"]), options["accumulate"]
-        if variant.error or trace is None:
-            return replace(row, error=variant.error)
-        axes = batch_axes(variant.mesh)
-        if rows % (variant.mesh.axis_size(axes) * count):
+        if row.error or trace is None:
+            return row
+        axes = batch_axes(row.mesh)
+        if rows % (row.mesh.axis_size(axes) * count):
             line = f"{rows} examples do not divide over {', '.join(axes)}"
             return replace(row, error=f"{line} and {count} microbatches.")
         try:
-            state = self._state(variant)
+            state = self._state(row)
         except MeshLayoutError as error:
             return replace(row, error=str(error).splitlines()[0])
-        settings: Any = {"accumulate": count, "hop_s": self.hop_s}
-        settings["is_remat"] = options["remat"] != "none"
-        cost = estimate(trace, state, variant.mesh, chip, **settings)
-        names = ("compute", "memory", "network")
-        parts = {name: getattr(cost, f"{name}_s") for name in names}
-        row = replace(row, sent=cost.sent, parts=parts, estimate=cost)
-        row = replace(row, peak_bytes=cost.peak_bytes, bound=_largest(parts))
-        return self._timed(row, cost.total_s)
+        settings = count, options["remat"] != "none", self.hop_s
+        cost = estimate(trace, state, row.mesh, chip, *settings)
+        row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
+        return self._timed(row, cost.seconds, cost.seconds)
 
-    def _timed(self, row: Row, seconds: float) -> Row:
-        chip = self.targets[row.variant.topology].chip
-        peak = seconds * row.mesh.size * chip.flops_per_s
-        return replace(row, step_s=seconds, utilization=self.model_flops / peak)
+    def _timed(
+        self, row: Row, seconds: Mapping[str, float], parts: Mapping[str, float]
+    ) -> Row:
+        """Returns a row with what its time is bound by and consists of."""
+        step_s = sum(seconds.values())
+        traces = [trace for trace in self.traces.values() if trace is not None]
+        flops = min(trace.flops for trace in traces)  # without what is recomputed
+        peak = step_s * row.mesh.size * self.targets[row.topology].chip.flops_per_s
+        bound = max(seconds, key=lambda name: seconds[name])
+        row = replace(row, step_s=step_s, bound=bound, parts=parts)
+        return replace(row, utilization=flops / peak)
 
     def _described(self, *, is_bfloat16: bool = False) -> Any:
-        """Returns the state on one device, described once."""
+        """Returns the state on one device."""
         if is_bfloat16 not in self.states:
             device = next(iter(self.targets.values())).devices[0]
             one = LayoutMap(jax.sharding.Mesh(np.array([device]), ("batch",)))
@@ -302,25 +273,23 @@ class _Search:
     def _trace(self, remat: Remat) -> StepTrace | None:
         """Returns the traced step; None if there are no blocks to recompute."""
         if remat not in self.traces:
-            state, trace = self._described().abstract, None
+            self.traces[remat], state = None, self._described().abstract
             options = {**self.options, "remat": remat, "accumulate": 1}
-            is_ours = remat == "blocks" and "remat" not in self.options
-            if not is_ours or _block_paths(state.params):
+            is_given = remat != "blocks" or "remat" in self.options
+            if is_given or _block_paths(state.params):
                 step = make_train_step(self.loss_fn, **options)
                 state = step._plan.update.prepared(state)
-                trace = StepTrace(step.trace(state, self.batch), state, self.batch)
-                self.model_flops = self.model_flops or trace.flops
-            self.traces[remat] = trace
+                traced = step.trace(state, self.batch)
+                self.traces[remat] = StepTrace(traced, state, self.batch)
         return self.traces[remat]
 
-    def _state(self, variant: Variant) -> TrainState[Any]:
+    def _state(self, row: Row) -> TrainState[Any]:
         """Returns the abstract state in the layouts of a candidate."""
-        layouts, is_bfloat16 = variant.layouts, ways.BFLOAT16 in variant.code
-        key = id(layouts), is_bfloat16
+        key = id(row.layouts), row.is_bfloat16
         if key not in self.states:
-            traced = self._described(is_bfloat16=is_bfloat16)._traced
-            placed = place(traced, layouts, layouts.resolve)
-            self.states[key] = placed.abstract, layouts  # kept, and so its id
+            traced = self._described(is_bfloat16=row.is_bfloat16)._traced
+            placed = place(traced, row.layouts, row.layouts.resolve)
+            self.states[key] = placed.abstract, row.layouts  # kept, and so its id
         return self.states[key][0]
 
     # Compilations.
@@ -337,65 +306,61 @@ class _Search:
                 text = f"The budget ended after {number} of {len(indices)} candidates."
                 self.notes.append(text)
                 return
-            is_found = any(row.fits and row.source != "estimated" for row in rows)
-            most = _NUM_COMPILED if is_found else _MOST_COMPILED
-            if math.isinf(self.deadline) and number >= most:
-                return
+            if math.isinf(self.deadline) and number >= _NUM_COMPILED:
+                known = [x for x in rows if x.fits and x.source != "estimated"]
+                best = min(map(_cost, known), default=math.inf)
+                # Programs are hardly faster than their estimates.
+                if number >= _MOST_COMPILED or best <= _cost(rows[index]):
+                    return
             yield index
 
     def _compile(self, rows: list[Row], chosen: Iterator[int]) -> None:
         """Compiles rows, and puts what came of it in their place."""
 
-        def put(index: int, row: Row) -> None:
-            rows[index] = row
-            self._say(repr(row))
-
         def jobs() -> Iterator[tuple[int, Compilation]]:
             for index in chosen:
-                variant = rows[index].variant
-                options = {"layouts": variant.activations, **self.options}
-                options |= variant.options
-                devices = [*variant.mesh.devices.flat]
+                row = rows[index]
+                options = {"layouts": row.activations, **self.options}
+                options |= row.step_options
                 try:
                     step = make_train_step(self.loss_fn, **options)
-                    lowered = step.lower(self._state(variant), self.batch)
+                    lowered = step.lower(self._state(row), self.batch)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
-                    put(index, replace(rows[index], error=line))
+                    rows[index] = replace(row, error=line)
                     continue
-                topology = self.targets[variant.topology].topology
-                yield index, job_of(lowered, devices, topology)
+                devices = [*row.mesh.devices.flat]
+                yield (
+                    index,
+                    job_of(lowered, devices, self.targets[row.topology].topology),
+                )
 
         for index, outcome in compile_all(jobs(), self.cache, self.workers):
-            put(index, self._measured(rows[index], outcome))
+            rows[index] = self._measured(rows[index], outcome)
+            self._say(repr(rows[index]))
 
     def _measured(self, row: Row, outcome: Outcome) -> Row:
         """Returns a row with what the compiler said."""
-        chip, parts = self.targets[row.variant.topology].chip, {**(row.parts or {})}
-        row = replace(row, source="compiled", compile_s=outcome.seconds)
-        row = replace(row, host_bytes=outcome.host_bytes, error=outcome.error)
-        peak = outcome.peak_bytes or row.peak_bytes
-        memory = outcome.memory_bytes or row.memory_bytes
-        row = replace(row, peak_bytes=peak, memory_bytes=memory)
+        chip, seconds = self.targets[row.topology].chip, {**row.parts}
+        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
+        row = replace(row, source="compiled", **facts)
         if outcome.error:
-            return replace(row, step_s=0.0, bound="", sent=None, parts=None)
+            return replace(row, step_s=math.nan, bound="", sent={}, parts={})
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
         row = replace(row, sent=sent)
         if chip.clock_hz is None:
-            runs = sum(x.times for x in communication.collectives)
+            times = sum(x.times for x in communication.collectives)
             wire = communication.wire_bytes / chip.ring_bytes_per_s
-            parts["network"] = wire + self.hop_s * runs
-            seconds = max(parts["compute"], parts["memory"]) + parts["network"]
-            row = replace(row, source="roofline", bound=_largest(parts), parts=parts)
-            return self._timed(row, seconds)
+            seconds["network"] = wire + self.hop_s * times
+            return self._timed(replace(row, source="roofline"), seconds, seconds)
         schedule = replay(outcome.text, chip, hop_s=self.hop_s)
-        network = schedule.total_s - schedule.compute_s
-        compute = 2 * parts.get("compute", 0.0)  # half of the peak is as much as can be
-        spent = {"network": network, "compute": compute}
-        spent["memory"] = schedule.compute_s - compute
-        row = replace(row, parts=schedule.parts, bound=_largest(spent))
-        return self._timed(row, schedule.total_s)
+        # What computing takes beyond its FLOPs is for memory.
+        seconds["memory"] = max(0.0, schedule.compute_s - seconds["compute"])
+        seconds["compute"] = schedule.compute_s - seconds["memory"]
+        seconds["network"] = schedule.total_s - schedule.compute_s
+        return self._timed(row, seconds, schedule.parts)
 
     # What would fit.
 
@@ -403,55 +368,50 @@ class _Search:
         """Adds the smallest change with which something fits, compiled."""
         sized = [row for row in rows if not math.isnan(row.peak_bytes)]
         base = min(sized, key=lambda row: row.peak_bytes, default=None)
-        for variant in self._changed(base.variant) if base else ():
+        for row in self._changed(replace(base, error="")) if base else ():
             if time.monotonic() >= self.deadline:
                 self.notes.append("The budget ended while looking for what would fit.")
                 return
-            row = [self._row(variant)]
+            rows = [self._estimate(replace(row, source="estimated"))]
             # Estimates of memory are a few percent off.
-            if not row[0].error and row[0].peak_bytes < 1.2 * row[0].memory_bytes:
-                self._compile(row, iter([0]))
-                if row[0].fits:
-                    changes += row
+            if not rows[0].error and rows[0].peak_bytes < 1.2 * rows[0].memory_bytes:
+                self._compile(rows, iter([0]))
+                if rows[0].fits:
+                    changes += rows
                     return
 
-    def _changed(self, base: Variant) -> Iterator[Variant]:
+    def _changed(self, base: Row) -> Iterator[Row]:
         """Yields larger and larger changes of a candidate."""
-        if "remat" not in (*self.options, *base.options) and self._trace("blocks"):
-            base = base.with_options(remat="blocks")
-            yield base
-        least = base.options.get("accumulate", 1)
-        for count in self._counts(base, (2, 4, 8, 16, 32)):
-            if count > least:
-                base = base.with_options(accumulate=count)
+        for row in self._shrunk(base, (2, 4, 8, 16, 32)):
+            base = row if row.layouts is base.layouts else base
+            yield row
+        options = dict(base.step_options)
+        for row in self._proposals(self.targets[base.topology]):
+            if row.name == "fsdp" != base.name:
+                base = row.with_options(**options)
                 yield base
-        if "fsdp" not in base.name:
-            for variant in self._variants(self.targets[base.topology]):
-                if "fsdp" in variant.name:
-                    yield variant.with_options(**base.options)
-                    break
-        base = replace(base, code=(*base.code, ways.BFLOAT16))
+                break
+        base = base.in_bfloat16()
         yield base
-        if ways.OFFLOAD not in base.code and base.mesh.platform != "cpu":
+        if base.mesh.platform != "cpu":
             yield base.offloaded()
         name = base.topology
         while name := chips.larger_topology(name):
-            self.targets[name] = _Hardware.of(name)
-            variants = self._variants(self.targets[name])
-            yield next(variants).with_options(**base.options)
-
-
-def _largest(parts: Mapping[str, float]) -> str:
-    return max(parts, key=lambda name: parts[name])
+            self.targets[name] = _hardware(name)
+            yield next(self._proposals(self.targets[name])).with_options(**options)
 
 
 def _key(row: Row) -> tuple[object, ...]:
-    return row.variant.name, row.variant.topology, row.mesh
+    return row.name, row.topology, row.mesh
+
+
+def _cost(row: Row) -> float:
+    """Returns the seconds of an example times devices, to compare rows by."""
+    return row.step_s * row.mesh.size / max(1, row.rows)
 
 
 def _order(row: Row) -> tuple[object, ...]:
-    # Compared per device: seconds of an example times devices.
-    cost = row.step_s * row.mesh.size / max(1, row.rows)
+    cost = math.inf if math.isnan(row.step_s) else _cost(row)
     return not row.fits, bool(row.error), row.source == "estimated", cost
 
 

@@ -1,0 +1,13 @@
+"""Code on shards: what models exchange along a mesh axis where layouts cannot say it.
+
+A layout says where the parts of an array are; the compiler then moves whole arrays. An
+algorithm that meets one shard after another, such as ring attention, runs under
+`jax.shard_map` here, on one mesh axis; all other axes stay with the compiler.
+"""
+
+from meshlayout.exchange.attention import (
+    all_to_all_attention as all_to_all_attention,
+    ring_attention as ring_attention,
+)
+from meshlayout.exchange.axes import MeshAxis as MeshAxis, find_axis as find_axis
+from meshlayout.exchange.schedule import pipeline as pipeline, stages as stages

@@ -1,0 +1,282 @@
+"""Attention functions for sequences that are sharded over a mesh axis.
+
+`ring_attention` sends keys and values around (`rotation`). `all_to_all_attention` makes
+shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs et al.
+2023): a device gets every n-th head, so that heads which the compiler shards in order,
+over another axis, stay where they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from meshlayout import _checks
+from meshlayout.errors import LayoutError
+from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
+from meshlayout.exchange.rotation import attend_on_ring
+from meshlayout.mesh import Mesh
+
+
+Window: TypeAlias = int | Sequence[int]
+
+
+class FlaxArguments(TypedDict, total=False):
+    """What Flax passes to each attention function; most of it must be None."""
+
+    is_causal: bool  # or else `causal`
+    bias: None
+    module: None  # to sow the weights, which no device has
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
+
+
+@_checks.user_call
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: str,
+    causal: bool,
+    segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
+) -> jax.Array:
+    """Returns attention over a sequence that is sharded over a mesh axis.
+
+    Exactly that of the whole sequence, in value and gradient, in memory that falls with
+    the size of the axis: no device ever has all keys. Use this for sequences too long
+    for one device, as `attention_fn=functools.partial(ring_attention, axis="seq",
+    causal=True)` of a Flax module too. The mesh is that of the step, or of
+    `jax.set_mesh`; without one, or on one that has no such axis or has it with size 1,
+    this is `jax.nn.dot_product_attention`. Lengths that do not divide are padded.
+
+    Args:
+        q: Queries: (batch, length, heads, head_dim), or without a batch.
+        k: Keys: (batch, length, kv_heads, head_dim); each head serves heads / kv_heads
+            of queries.
+        v: Values, shaped as the keys.
+        axis: The mesh axis that the sequence is sharded over.
+        causal: Whether positions see only themselves and those before.
+        segment_ids: (batch, length): positions see only those of an equal number, as in
+            packed rows.
+        window: How many positions before and after are seen, or a pair of the two;
+            devices then send only as far as it reaches.
+        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
+        softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
+        mesh: The mesh, where nothing else says it.
+        mask: Bools that broadcast to (batch, heads, length, length). Each device holds
+            its rows of it, whole; `causal` and `segment_ids` take no such memory.
+        dtype: What q, k and v are cast to.
+        precision: Of the products, as in `jax.lax.dot`.
+        dropout_rate: Must be 0, unless `deterministic`.
+        deterministic: Whether nothing is dropped, whatever the rate.
+        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
+            `module` must be None.
+
+    Returns:
+        An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
+
+    Raises:
+        LayoutError: If shapes or dtypes do not fit, or an option is not supported.
+        MeshError: If this is called inside `shard_map` over the axis.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
+        >>> x = jax.random.normal(jax.random.key(0), (2, 30, 4, 8))
+        >>> out = ring_attention(x, x, x, axis="seq", causal=True, mesh=mesh)
+        >>> whole = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> bool(jnp.allclose(out, whole, atol=1e-5))
+        True
+    """
+    return _attend(attend_on_ring, "ring_attention", **locals())
+
+
+@_checks.user_call
+def all_to_all_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: str,
+    causal: bool,
+    segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
+) -> jax.Array:
+    """Returns attention over a sequence that is sharded over a mesh axis, by heads.
+
+    As `ring_attention`, with its arguments, result and errors, but each device computes
+    whole rows for some of the heads, by `jax.nn.dot_product_attention`. It sends less
+    than a ring if there are many devices and as many heads; its memory is that of all
+    scores of those heads. The heads of keys and the length must divide among the
+    devices, or there is a LayoutError with the nearest numbers that do.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
+        >>> x = jax.random.normal(jax.random.key(0), (2, 32, 4, 8))
+        >>> out = all_to_all_attention(x, x, x, axis="seq", causal=True, mesh=mesh)
+        >>> whole = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> bool(jnp.allclose(out, whole, atol=1e-5))
+        True
+    """
+    return _attend(_by_heads, "all_to_all_attention", **locals())
+
+
+def _attend(
+    exchange: Callable[[MeshAxis, Rules, Inputs], jax.Array],
+    where: str,
+    *,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    axis: str,
+    mesh: Mesh | jax.sharding.Mesh | None,
+    causal: bool,
+    segment_ids: jax.Array | None,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    mask: jax.Array | None,
+    dtype: DTypeLike | None,
+    precision: Precision,
+    dropout_rate: float,
+    deterministic: bool,
+    flax: FlaxArguments,
+) -> jax.Array:
+    """Checks the arguments of an attention function, and calls what exchanges shards.
+
+    That of one device, if there is no axis to exchange them along.
+    """
+
+    def check(passes: object, fact: str, fix: str = "") -> None:
+        if not passes:
+            raise LayoutError(f"{where}: {fact}.{fix and ' '}{fix}")
+
+    allowed = FlaxArguments.__annotations__
+    for name, value in flax.items():
+        known = name in allowed and (value is None or name not in ("bias", "module"))
+        check(known, f"{name}={_checks.shown(value)} is not supported", "Leave it out.")
+    no_dropout = deterministic or dropout_rate == 0
+    fix = "Drop features of the result instead, or give deterministic=True."
+    check(no_dropout, f"dropout_rate={dropout_rate}: no device has all weights", fix)
+    shape = jnp.shape(q)
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
+    shapes = f"got query {q.shape}, key {k.shape} and value {v.shape}"
+    fits = q.ndim == k.ndim == 4 and k.shape == v.shape
+    fits = fits and (len(q), q.shape[-1]) == (len(k), k.shape[-1])
+    names = "(batch, length, heads, head_dim), of equal batch and head_dim"
+    check(fits, f"arrays are {names}, values shaped as keys, {shapes}")
+    is_float = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, np.floating)
+    dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
+    fix = "Give dtype= to cast them."
+    check(is_float, f"all must be floats of one dtype, got {dtypes}", fix)
+    (batch, length, heads, _), (key_length, kv_heads) = q.shape, k.shape[1:3]
+    fact = f"{heads} heads of queries do not divide among {kv_heads} of keys"
+    check(heads % kv_heads == 0, fact, _nearest(heads, kv_heads))
+    if segment_ids is not None:
+        ids = jnp.asarray(segment_ids)
+        fits = ids.shape == shape[:-2] and length == key_length
+        fact = f"segment_ids of shape {ids.shape} are not one for each query"
+        check(fits, f"{fact} and key, {shapes}", "Give mask= instead.")
+        segment_ids = ids.reshape(batch, length)
+    if mask is not None:
+        mask, full = jnp.asarray(mask), (batch, heads, length, key_length)
+        sizes = (*(1,) * (4 - mask.ndim), *mask.shape)
+        fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
+        fits = fits and len(sizes) == 4 and mask.dtype == bool
+        given = f"{mask.dtype}{list(mask.shape)}"
+        check(fits, f"mask must be bools that broadcast to {full}, got {given}")
+        mask = jnp.broadcast_to(mask.reshape(sizes), (*sizes[:2], *full[2:]))
+        groups = (1, 1) if sizes[1] == 1 else (kv_heads, heads // kv_heads)
+        mask = jnp.moveaxis(mask.reshape(-1, *groups, *full[2:]), 3, 1)
+    causal = bool(causal or flax.get("is_causal"))
+    reach = None
+    if window is not None:
+        pair = window if isinstance(window, Sequence) else (window, window)
+        given = _checks.shown(window)
+        check(len(pair) == 2, f"window is a number, or those before and after: {given}")
+        before, after = (_checks.count("window", x, at_least=0) for x in pair)
+        after = 0 if causal else after
+        is_all = before >= key_length and (causal or after >= key_length)
+        reach = None if is_all else (before, after)
+    scale = _checks.number("scale", q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        softcap = _checks.number("softcap", softcap, above=0, where=where)
+    rules = Rules(causal, reach, scale, softcap, precision)
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, -1)
+    inputs = Inputs(q, k, v, segment_ids, mask)
+    mesh_axis = find_axis(axis, mesh, where)
+    if mesh_axis is None:
+        return attend_on_one_device(rules, inputs).reshape(shape)
+    # Traced once for all layers of a model, compiled once for calls outside of jit.
+    run = jax.jit(exchange, static_argnums=(0, 1))
+    return run(mesh_axis, rules, inputs).reshape(shape)
+
+
+def _nearest(number: int, divisor: int) -> str:
+    """Returns a sentence with the nearest numbers that a divisor divides."""
+    below = number // divisor * divisor
+    above = below + divisor
+    return f"Nearest that would: {f'{below} and {above}' if below else above}."
+
+
+def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
+    q, k, v, segment_ids, mask = inputs
+    sizes = {"positions": q.shape[1], "positions of keys": k.shape[1]}
+    for name, number in {**sizes, "heads of keys": k.shape[2]}.items():
+        if number % axis.size:
+            fact = f"{number} {name} do not divide among {axis.size} devices"
+            hint = f"{_nearest(number, axis.size)} ring_attention takes any number."
+            msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
+            raise LayoutError(msg)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Parts the heads, dim 2, into those of one device and the devices."""
+        return x.reshape(*x.shape[:2], -1, axis.size, *x.shape[3:])
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(split(x), axis.name, 3, 1, tiled=True)[:, :, :, 0]
+
+    def on_device(*arrays: Any) -> jax.Array:
+        q, k, v, segment_ids, mask = arrays
+        mask = mask if mask is None else mask[:, :, :, 0]
+        inputs = Inputs(to_heads(q), to_heads(k), to_heads(v), segment_ids, mask)
+        # Computed again backward: all weights of all layers would not fit.
+        local = jax.checkpoint(attend_on_one_device, static_argnums=0)
+        out = local(rules, inputs)[:, :, :, None]
+        out = jax.lax.all_to_all(out, axis.name, 1, 3, tiled=True)
+        return out.reshape(*out.shape[:2], -1, *out.shape[4:])
+
+    along, mask_spec = PartitionSpec(None, axis.name), PartitionSpec()
+    if mask is not None and mask.shape[2] > 1:
+        mask, mask_spec = split(mask), PartitionSpec(None, None, None, axis.name)
+    elif mask is not None:
+        mask = mask[:, :, :, None]
+    specs = (along, along, along, PartitionSpec(), mask_spec)
+    return axis.shard_map(on_device, specs, along)(q, k, v, segment_ids, mask)

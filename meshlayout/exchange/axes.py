@@ -1,0 +1,78 @@
+"""The mesh axis that code exchanges shards along: that of the step that traces it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from meshlayout import _checks
+from meshlayout.errors import MeshError
+from meshlayout.mesh import Mesh, as_mesh
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """A mesh axis of at least two devices, along which shards are exchanged."""
+
+    name: str
+    size: int
+    mesh: jax.sharding.Mesh | AbstractMesh
+
+    def shard_map(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Returns a function that runs on each device's shards along this axis.
+
+        Specs name this axis alone: the other axes stay with the compiler, so that rows
+        may be sharded over `batch` and heads over `model` as elsewhere in the step.
+        """
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={self.name},
+            check_vma=False,  # which refuses scans whose carry starts as a constant
+        )
+        return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
+
+    def index(self) -> jax.Array:
+        """Returns the place of this device on the axis, an int32 scalar."""
+        return jax.lax.axis_index(self.name)
+
+    def shift(self, shards: T, steps: int) -> T:
+        """Returns the shards of the devices so many places before this one, in a ring.
+
+        Each leaf sends one collective-permute; 0 steps, or a whole round, send nothing.
+        """
+        if steps % self.size == 0:
+            return shards
+        pairs = [(i, (i + steps) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.name, pairs), shards)
+
+
+def find_axis(
+    name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str
+) -> MeshAxis | None:
+    """Returns an axis of a mesh, or None if there is nobody to exchange shards with.
+
+    Without a mesh, it is that of the step that traces this, or of `jax.set_mesh`. None
+    if there is none, if it lacks the axis, or has it with size 1: a model with code on
+    shards so runs on one device unchanged. A MeshError inside of `shard_map` over it.
+    """
+    if not isinstance(name, str):
+        msg = f"{where}: axis must be the name of one mesh axis, got "
+        raise MeshError(f"{msg}{_checks.shown(name)}.")
+    ambient = jax.sharding.get_abstract_mesh()
+    found = ambient if mesh is None else as_mesh(mesh).jax_mesh
+    types = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+    if types.get(name) == AxisType.Manual:
+        fact = f"{where}: inside shard_map over {name!r}, every device has only its own"
+        raise MeshError(f"{fact} shard. Call it outside, on whole arrays.")
+    size = found.shape.get(name, 1) if found.shape else 1
+    return MeshAxis(name, size, found) if size > 1 else None

@@ -1,0 +1,338 @@
+"""`pipeline`: layers in stages over a mesh axis, through which microbatches pass.
+
+As in GSPMD (Xu et al., 2021, arXiv:2105.04663, section 3.3), the state of all stages is
+one array with a dim of stages, laid over the mesh axis; the stages' function is mapped
+over that dim, and a roll by one hands each microbatch to the next stage, for which the
+compiler sends a collective-permute. These are plain operations on global arrays, with
+gradients, and the other axes of the mesh stay free.
+
+Microbatches wait in a queue that lies over the stages, too: each stage stores its share
+and hands one on for each that the first stage takes, which leaves a finished one in
+exchange. So no device gathers the rows of all.
+
+The layers of one stage are written out, not scanned: with a loop in the loop, the TPU
+compiler would add up gradients of data-parallel devices for every microbatch; the sums
+of one loop it moves behind it (tests/test_pipeline.py notices).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
+from meshlayout._batches import batch_axes
+from meshlayout.errors import LayoutError
+from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.layout_map import LayoutMap
+from meshlayout.mesh import Mesh, as_mesh
+
+
+X = TypeVar("X")
+Schedule: TypeAlias = Literal["gpipe", "circular"]
+
+_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "circular")
+_PARAMS = "pipeline_params"  # the name of a round's parameters, which are never stored
+
+
+@_checks.user_call
+def stages(
+    mesh: Mesh | jax.sharding.Mesh,
+    axis: str = "stage",
+    *,
+    pattern: str = "blocks/",
+    schedule: Schedule = "gpipe",
+) -> LayoutMap:
+    """Returns the map that gives each device the layers of its pipeline stage.
+
+    The leading dim of stacked layers is sharded. Use this with `pipeline`, composed
+    with rules for the other dims: `compose(stages(mesh), fsdp(mesh))`.
+
+    Args:
+        mesh: The mesh.
+        axis: The mesh axis of the stages.
+        pattern: A regular expression that is found in the paths of the stacks.
+        schedule: With `"circular"`, the second dim is sharded: that of the layers of a
+            round, where `pipeline` has `rounds`.
+
+    Raises:
+        MeshError: If the mesh has no such axis.
+        LayoutMapError: If the pattern is not a regular expression; on `resolve`, if
+            layers do not divide.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> layouts = stages(ml.create_mesh({"batch": 2, "stage": 4}))
+        >>> kernels = jax.ShapeDtypeStruct((8, 16, 16), "float32")
+        >>> layouts.resolve({"blocks": {"kernel": kernels}})["blocks/kernel"].layout
+        Layout([stage, unsharded, unsharded], Mesh(batch=2, stage=4))
+    """
+    mesh = as_mesh(mesh)
+    mesh.axis_size((axis,))
+    schedule = _checks.choice("schedule", schedule, _SCHEDULES, where="stages")
+    return LayoutMap(mesh, {pattern: (*[None] * (schedule != "gpipe"), axis, ...)})
+
+
+@_checks.user_call
+def pipeline(
+    block: Callable[[Any, X], X],
+    stacked_params: PyTree,
+    x: X,
+    *,
+    axis: str,
+    microbatches: int,
+    schedule: Schedule = "gpipe",
+    rounds: int | None = None,
+    remat: bool = True,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+) -> X:
+    """Returns `x` after all layers, which are divided into stages over a mesh axis.
+
+    Equal to a scan over the layers, in value and gradient. Use this, with `stages` for
+    the parameters, where the network is too slow for `fsdp` or `tensor_parallel`.
+
+    With s stages and m microbatches, each device waits (s - 1) / (m + s - 1) of the
+    time (Huang et al., "GPipe", 2019). With `"circular"`, it has r shorter stages that
+    are not next to each other, and passes each microbatch round r times: it waits
+    (s - 1) / (m r + s - 1) if m is a multiple of s (Narayanan et al., "Efficient
+    Large-Scale Language Model Training", 2021).
+
+    The mesh is that of the step, or of `jax.set_mesh`. Without one, or without such an
+    axis in it, this is the scan over the layers.
+
+    Args:
+        block: One layer, as block(params, x); it returns the structure, shapes and
+            dtypes of its `x`, which are a microbatch's rows.
+        stacked_params: Arrays whose leading dim is the layers, in their order.
+        x: An array or a pytree of them, whose first dim is the rows. What layers only
+            read, as segments, the block returns as it is.
+        axis: The mesh axis of the stages.
+        microbatches: Into how many the rows are divided.
+        schedule: `"gpipe"`, or `"circular"` for less waiting and more messages.
+        rounds: The leading dims of `stacked_params` are (rounds, layers of a round), of
+            which the second lies over the axis. By default `"circular"` has a round for
+            each layer of a device, and exchanges layers that lie in their order.
+        remat: Whether the backward pass stores the inputs of stages alone, and computes
+            each stage again.
+        mesh: Instead of that of the step.
+
+    Raises:
+        LayoutError: If stages do not divide the layers or microbatches the rows,
+            leading dims differ, or the block returns something else than its `x`.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "stage": 4})
+        >>> layers, x = jnp.ones((8, 16, 16)), jnp.ones((4, 16))
+        >>> def block(params, x):
+        ...     return jnp.tanh(x @ params)
+        >>> with jax.set_mesh(mesh.jax_mesh):
+        ...     pipeline(block, layers, x, axis="stage", microbatches=2).shape
+        (4, 16)
+    """
+    where = _checks.Context(where="pipeline", error=LayoutError)
+    count = _checks.count("microbatches", microbatches, **where)
+    is_circular = _checks.choice("schedule", schedule, _SCHEDULES, **where) != "gpipe"
+    num_dims = 1 if rounds is None else 2
+    lead = _leading("stacked_params", stacked_params, num_dims)
+    (rows,) = _leading("x", x, 1)
+    found = find_axis(axis, mesh, "pipeline")
+    size = 1 if found is None else found.size
+    what, problem = "layers", ""
+    if rounds is not None:
+        what = "layers of a round"
+        rounds = _checks.count("rounds", rounds, **where)
+        if not is_circular:
+            problem = f"rounds={rounds} is for schedule='circular': leave it out"
+        elif rounds != lead[0]:
+            dims = f"the leading dims of stacked_params are {lead}"
+            problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
+    if found is not None and AxisType.Explicit in found.mesh.axis_types:
+        problem = "the mesh has Explicit axes, and stages need Auto ones"
+    elif lead[-1] % size:
+        near = _nearest(lead[-1], range(size, lead[-1] + size + 1, size))
+        problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
+        problem += f"; nearest that do: {near}"
+    elif found is not None and rows % count:
+        near = _nearest(count, [n for n in range(1, rows + 1) if rows % n == 0])
+        problem = f"{rows} rows do not divide into microbatches={count}"
+        problem += f"; nearest that do: {near}"
+    if problem:
+        raise LayoutError(f"pipeline: {problem}.")
+
+    def layer(params: PyTree, x: X) -> X:
+        y = block(params, x)
+        if _form(y) != _form(x):
+            fact = f"the block got {_form(x)} and returned {_form(y)}"
+            fix = "A layer returns what the next one takes: cast or reshape it"
+            raise LayoutError(f"pipeline: {fact}. {fix}.")
+        return y
+
+    if found is None:
+        layers = _reshape(stacked_params, num_dims, (math.prod(lead),))
+        return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
+    rounds = rounds or (lead[0] // size if is_circular else 1)
+    row_axes = tuple(name for name in batch_axes(found.mesh) if name != axis)
+    shards = math.prod(found.mesh.shape[name] for name in row_axes)
+    if rows // count % shards:
+        shards, row_axes = 1, ()
+    grid = _Grid(found, row_axes, (shards, count, rows // count // shards))
+    num_layers = math.prod(lead) // (rounds * size)
+    params = _reshape(stacked_params, num_dims, (rounds, size, num_layers))
+    return _run(grid, layer, grid.lay(params, 1), x, remat=remat)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Where stages lie, and the rows of their microbatches."""
+
+    axis: MeshAxis
+    row_axes: tuple[str, ...]  # that shard the rows of each microbatch
+    split: tuple[int, int, int]  # of all rows: shards, microbatches, rows of one in one
+
+    def lay(self, tree: X, stage_dim: int, row_dim: int | None = None) -> X:
+        """Returns arrays with a dim over the stages; nothing is said of the others."""
+
+        def constrain(x: jax.Array) -> jax.Array:
+            entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            entries[stage_dim] = self.axis.name
+            if row_dim is not None and self.row_axes:
+                entries[row_dim] = self.row_axes
+            sharding = NamedSharding(self.axis.mesh, PartitionSpec(*entries))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(constrain, tree)
+
+    def turn(self, x: jax.Array, steps: int) -> jax.Array:
+        """Returns what each stage gets from the one so many places before it.
+
+        Laid before and after: merged with other operations, a roll is two permutes.
+        """
+        return self.lay(jnp.roll(self.lay(x, 0, 1), steps, axis=0), 0, 1)
+
+    def to_queue(self, x: jax.Array) -> jax.Array:
+        """Returns rows as (stages, microbatches of each, rows of one, ...).
+
+        A microbatch takes rows of every shard, so that none of them moves.
+        """
+        split = x.reshape(*self.split, *x.shape[1:]).swapaxes(0, 1)
+        size, count = self.axis.size, self.split[1]
+        if count % size:  # the first ones again
+            split = split[np.arange(-(-count // size) * size) % count]
+        return split.reshape(size, -1, self.split[0] * self.split[2], *x.shape[1:])
+
+    def to_rows(self, queue: jax.Array) -> jax.Array:
+        """Returns the rows of a queue in their order."""
+        shards, count, rows = self.split
+        split = queue.reshape(-1, shards, rows, *queue.shape[3:])[:count]
+        return split.swapaxes(0, 1).reshape(shards * count * rows, *queue.shape[3:])
+
+
+def _run(
+    grid: _Grid,
+    layer: Callable[[PyTree, X], X],
+    params: PyTree,
+    x: X,
+    *,
+    remat: bool,
+) -> X:
+    """Runs the schedule, for parameters of shape (rounds, stages, layers, ...)."""
+    rounds, size, num_layers = jax.tree.leaves(params)[0].shape[:3]
+    count, period = grid.split[1], size * rounds
+    per_stage = -(-count // size)  # microbatches that each stores
+    stage_of = jnp.arange(size, dtype="int32")
+
+    def params_of(index: int) -> PyTree:
+        return jax.tree.map(lambda p: p[:, :, index], params)
+
+    layers = [*map(params_of, range(num_layers))]
+
+    def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
+        def pick(p: jax.Array) -> jax.Array:
+            return checkpoint_name(p[0] if rounds == 1 else p[number], _PARAMS)
+
+        for params in layers:
+            x = layer(jax.tree.map(pick, params), x)
+        return x
+
+    # The copy of a round's parameters is made again in any case.
+    most = jax.checkpoint_policies.save_anything_except_these_names(_PARAMS)
+    compute = jax.checkpoint(
+        jax.vmap(stage, in_axes=(1, 0, 0)),
+        prevent_cse=False,
+        policy=None if remat else most,
+    )
+
+    def exchange(state: X, queue: X, tick: jax.Array) -> tuple[X, X]:
+        """Gives the first stage the next microbatch, in exchange for a finished one."""
+        group, phase = tick // period, tick % period
+        is_due = phase < size
+        slot = (group * size + phase) % per_stage
+
+        def leaf(state: jax.Array, queue: jax.Array) -> tuple[jax.Array, jax.Array]:
+            is_first = (stage_of == 0).reshape(-1, *[1] * (state.ndim - 1))
+            waiting = jax.lax.dynamic_index_in_dim(queue, slot, 1, keepdims=False)
+            handed_on = grid.turn(jnp.where(is_first, state, waiting), -1)
+            state = jnp.where(is_first & is_due, waiting, state)
+            waiting = jnp.where(is_due, handed_on, waiting)
+            queue = jax.lax.dynamic_update_index_in_dim(queue, waiting, slot, 1)
+            return grid.lay(state, 0, 1), grid.lay(queue, 0, 2)
+
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = [*map(leaf, leaves, jax.tree.leaves(queue))]
+        state, queue = map(treedef.unflatten, zip(*pairs, strict=True))
+        return state, queue
+
+    # Not to store masks of the size of the state for the backward pass.
+    exchange = jax.checkpoint(exchange, prevent_cse=False)
+
+    def step(carry: tuple[X, X], tick: jax.Array) -> tuple[tuple[X, X], None]:
+        state, queue = exchange(*carry, tick)
+        state = compute(layers, (tick - stage_of) % period // size, state)
+        return (jax.tree.map(lambda x: grid.turn(x, 1), state), queue), None
+
+    queue = grid.lay(jax.tree.map(grid.to_queue, x), 0, 2)
+    # A stage that waits computes on true rows: gradients of zeros may be NaN.
+    state = jax.tree.map(lambda x: x[:, 0], queue)
+    end = per_stage * period
+    num_ticks = end + count - (per_stage - 1) * size - 1
+    ticks = jnp.arange(num_ticks, dtype="int32")
+    (state, queue), _ = jax.lax.scan(step, (state, queue), ticks)
+    for tick in range(num_ticks, end + size):
+        state, queue = exchange(state, queue, jnp.int32(tick))
+    queue = jax.tree.map(lambda x: jnp.roll(x, -size, axis=1), queue)
+    return jax.tree.map(grid.to_rows, queue)
+
+
+def _form(tree: PyTree) -> str:
+    """Returns the structure, shapes and dtypes of a tree, as `float32[8,16]`."""
+    return str(jax.tree.map(lambda x: str(jax.typeof(x)), tree)).replace("'", "")
+
+
+def _leading(name: str, tree: PyTree, count: int) -> tuple[int, ...]:
+    """Returns the leading dims that all arrays of a tree have."""
+    shapes = sorted({np.shape(leaf)[:count] for leaf in jax.tree.leaves(tree)})
+    if len(shapes) != 1 or len(shapes[0]) < count or 0 in shapes[0]:
+        fact = f"arrays that all have the same leading dims, {count} at least"
+        found = ", ".join(map(str, shapes)) or "none"
+        raise LayoutError(f"pipeline: {name} must hold {fact}; they are {found}.")
+    return shapes[0]
+
+
+def _reshape(tree: X, count: int, dims: tuple[int, ...]) -> X:
+    """Returns arrays with other leading dims in place of so many."""
+    return jax.tree.map(lambda x: jnp.reshape(x, (*dims, *x.shape[count:])), tree)
+
+
+def _nearest(value: int, numbers: Sequence[int]) -> str:
+    """Returns the numbers next to a value, as text."""
+    below = [n for n in numbers if n < value]
+    above = [n for n in numbers if n > value]
+    return " and ".join(map(str, (*below[-1:], *above[:1])))
