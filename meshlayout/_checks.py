@@ -284,6 +284,13 @@ _REFLEXES = {
     "summary": "print(state) is the summary.",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
+    "history": "It has the values itself, as history['loss'].",
+}
+_WEIGHTS = "Weights go into the data: {'x': x, 'y': y, 'weight': weights}."
+# Their options.
+_OPTIONS = {
+    "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
+    **dict.fromkeys(("sample_weight", "class_weight"), _WEIGHTS),
 }
 
 
@@ -326,9 +333,9 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = "" if takes_any else " No such option exists."
-            if hint := did_you_mean(name, known) or hint:
-                raise MeshLayoutError(f"{where} got {name}=.{hint}") from None
+            hint = _OPTIONS.get(name) or did_you_mean(name, known).strip()
+            if hint := hint or ("" if takes_any else "No such option exists."):
+                raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:
             raise MeshLayoutError(f"{where}: {problem}. {_REFLEXES[where]}") from None
 
@@ -339,9 +346,12 @@ class WithReflexes:
     if not TYPE_CHECKING:  # to which every misspelled name would be right
 
         def __getattr__(self, name: str) -> Any:
-            if name not in _REFLEXES:
+            hint, plain = _REFLEXES.get(name), name.removeprefix("experimental_")
+            if plain != name and hasattr(type(self), plain):
+                hint = f"Write {plain}."
+            if hint is None:
                 return object.__getattribute__(self, name)  # raises Python's own error
-            msg = f"{type(self).__name__} has no {name!r}. {_REFLEXES[name]}"
+            msg = f"{type(self).__name__} has no {name!r}. {hint}"
             raise AttributeError(msg, name=name, obj=self)
 
 

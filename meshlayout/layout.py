@@ -381,6 +381,10 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
     if not isinstance(value, (Layout, NamedSharding)):
         is_spec = isinstance(value, (list, tuple, PartitionSpec))
         hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
+        if isinstance(value, (Mesh, jax.sharding.Mesh)):
+            hint = " Name the axes of each dim: mesh.layout('batch', ...)."
+        elif hasattr(value, "resolve"):
+            hint = " By a map, arrays are created: create(lambda: Model(...), layouts)."
         msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)

@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import convnet, gpt, mlp, resnet, transformer
+import meshlayout as ml
+from models import convnet, gpt, mlp, moe, resnet, transformer
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Example:
             tokens; an NNX module takes `rngs=`, too.
         file: Where its own layout maps are at the foot, if it has any.
         reads_text: Whether it is a language model.
+        changes: By `--layouts`, the sizes and functions in its config that are other.
     """
 
     description: str
     variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     file: ModuleType | None = None
     reads_text: bool = False
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def layouts(self) -> dict[str, Mapping[str, Any]]:
@@ -52,22 +55,46 @@ class LinenGPT(nn.Module):
         return gpt.apply(params, tokens)
 
 
-def _transformer(vocab_size: int, rngs: nnx.Rngs) -> transformer.Transformer:
-    return transformer.Transformer(_config(vocab_size), rngs=rngs)
+# Four layers for up to four stages, with as many microbatches for each.
+PIPELINE = {"num_layers": 4, "is_scanned": True, "microbatches": 16}
+_CONTEXT = {
+    "attention": functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)
+}
 
 
-def _config(vocab_size: int) -> transformer.TransformerConfig:
-    return transformer.TransformerConfig(vocab_size=vocab_size)
+def _transformer(
+    vocab_size: int, rngs: nnx.Rngs, **changes: Any
+) -> transformer.Transformer:
+    return transformer.Transformer(_config(vocab_size, **changes), rngs=rngs)
+
+
+def _linen_transformer(vocab_size: int, **changes: Any) -> transformer.LinenTransformer:
+    return transformer.LinenTransformer(_config(vocab_size, **changes))
+
+
+def _config(vocab_size: int, **changes: Any) -> transformer.TransformerConfig:
+    return transformer.TransformerConfig(vocab_size=vocab_size, **changes)
+
+
+def _moe_config(vocab_size: int) -> moe.MoEConfig:
+    return moe.MoEConfig(vocab_size=vocab_size, mlp_features=128)
 
 
 EXAMPLES = {
     "transformer": Example(
         "a language model of bytes",
-        {
-            "nnx": _transformer,
-            "linen": lambda labels: transformer.LinenTransformer(_config(labels)),
-        },
+        {"nnx": _transformer, "linen": _linen_transformer},
         transformer,
+        reads_text=True,
+        changes={"pipeline": PIPELINE, "fsdp+context": _CONTEXT},
+    ),
+    "moe": Example(
+        "a language model of experts",
+        {
+            "nnx": lambda labels, rngs: moe.MoE(_moe_config(labels), rngs=rngs),
+            "linen": lambda labels: moe.LinenMoE(_moe_config(labels)),
+        },
+        moe,
         reads_text=True,
     ),
     "gpt": Example(

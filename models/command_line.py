@@ -19,14 +19,21 @@ class Layouts:
     Attributes:
         title: What a run with it is called.
         axes: The mesh axes that it shards something over, besides the batch.
+        mesh: The mesh if none is named; on devices that its sizes do not divide, these
+            are 1.
+        models: The models that it is for, the first one by default; none for all.
     """
 
     title: str
     axes: tuple[str, ...]
+    mesh: str = "batch=-1"
+    models: tuple[str, ...] = ()
 
 
-TENSOR = Layouts("tensor-parallel", ("model",))
-FSDP_TENSOR = Layouts("fully sharded and tensor-parallel", ("batch", "model"))
+TENSOR = Layouts("tensor-parallel", ("model",), "batch=2,model=-1")
+FSDP_TENSOR = Layouts(
+    "fully sharded and tensor-parallel", ("batch", "model"), "batch=2,model=-1"
+)
 # The ready-made rules of `meshlayout.parallel`, and the maps at the foot of a model.
 LAYOUTS = {
     "data_parallel": Layouts("data-parallel", ("batch",)),
@@ -35,12 +42,31 @@ LAYOUTS = {
     "tensor_parallel": TENSOR,
     "fsdp+tensor": FSDP_TENSOR,
     "fsdp+tensor_parallel": FSDP_TENSOR,
-    "spatial": Layouts("spatially parallel", ("height", "width")),
+    "fsdp+context": Layouts(
+        "fully sharded, with sequences in shards",
+        ("batch", "seq"),
+        "batch=2,seq=-1",
+        ("transformer",),
+    ),
+    "pipeline": Layouts("in stages", ("stage",), "batch=-1,stage=4", ("transformer",)),
+    "expert": Layouts(
+        "expert-parallel", ("batch", "expert"), "batch=2,expert=-1", ("moe",)
+    ),
+    "spatial": Layouts(
+        "spatially parallel",
+        ("height", "width"),
+        "batch=2,height=2,width=-1",
+        ("convnet",),
+    ),
     "DATA_PARALLEL": Layouts("data-parallel by its own map", ("batch",)),
     "FSDP": Layouts("fully sharded by its own map", ("batch",)),
-    "MODEL_PARALLEL": Layouts("tensor-parallel by its own map", ("model",)),
+    "MODEL_PARALLEL": Layouts(
+        "tensor-parallel by its own map", ("model",), "batch=2,model=-1"
+    ),
     "FSDP_MODEL_PARALLEL": Layouts(
-        "fully sharded and tensor-parallel by its own map", ("batch", "model")
+        "fully sharded and tensor-parallel by its own map",
+        ("batch", "model"),
+        "batch=2,model=-1",
     ),
 }
 
@@ -55,6 +81,9 @@ examples:
       what its step would hold and send, without running it
   python -m models.train --model resnet50 --layouts FSDP --precision bfloat16
       ResNet-50 by the layout map at the foot of models/resnet.py
+  python -m models.train --layouts pipeline
+      a language model whose layers are in four stages; likewise fsdp+context, expert
+      and spatial, each with a model that it is for
   python -m models.train --layouts fsdp --processes 4 --checkpoint-dir runs/mlp --resume
       four processes of two devices, saved after each epoch and resumed
 """
@@ -98,9 +127,8 @@ def command_line() -> argparse.ArgumentParser:
     model.add_argument(
         "--model",
         choices=tuple(EXAMPLES),
-        default="mlp",
         help=f"{'; '.join(f'{n}: {x.description}' for n, x in EXAMPLES.items())} "
-        "(default: %(default)s)",
+        "(default: mlp, or the one that --layouts is for)",
     )
     model.add_argument(
         "--flax",
@@ -114,18 +142,18 @@ def command_line() -> argparse.ArgumentParser:
         metavar="AXES",
         help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
         "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
-        "size may be -1 for the devices that are left (default: 'batch=-1', or "
-        "'batch=2,model=-1' for tensor and fsdp+tensor, "
-        "'batch=2,height=2,width=-1' for spatial)",
+        "size may be -1 for the devices that are left (default: 'batch=-1', or what "
+        "--layouts needs, as 'batch=2,model=-1' for tensor)",
     )
     mesh.add_argument(
         "--layouts",
         choices=tuple(LAYOUTS),
         help="how parameters and optimizer state are sharded, by meshlayout.parallel: "
         "not at all, over 'batch' (fsdp), over 'model' as the model's operations allow "
-        "(tensor), or both; spatial shards the images of a convolutional network over "
-        "'height' and 'width'; names in capitals are the layout maps at the foot of "
-        "the model's file (default: tensor if --mesh has an axis 'model', else "
+        "(tensor), or both; sequences over 'seq', too (fsdp+context); layers in stages "
+        "over 'stage' (pipeline); experts over 'expert'; images over 'height' and "
+        "'width' (spatial); names in capitals are the layout maps at the foot of the "
+        "model's file (default: tensor if --mesh has an axis 'model', else "
         "data_parallel)",
     )
     mesh.add_argument(
@@ -245,6 +273,18 @@ def command_line() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises OptionError for the first option with an invalid value."""
+    models = LAYOUTS[options.layouts].models if options.layouts else ()
+    options.model = options.model or (*models, "mlp")[0]
+    if models and options.model not in models:
+        raise OptionError(
+            f"argument --layouts: {options.layouts} is for --model {models[0]}, which "
+            f"{options.model} is not: name another one, or leave --model out"
+        )
+    if options.layouts == "pipeline" and options.remat == "blocks":
+        raise OptionError(
+            "argument --remat: with --layouts pipeline, the backward pass computes "
+            "every stage again in any case; leave --remat out"
+        )
     for name in (
         "epochs",
         "global_batch_size",

@@ -34,6 +34,9 @@ FIRST_PARAMS_TOLERANCE = 1e-3
 EPOCH_LOSSES_TOLERANCE = 1e-2
 TEST_ACCURACIES_TOLERANCE = 1e-2
 
+# Mesh axes over which the rows of batches are sharded.
+ROW_AXES = ("batch", "expert")
+
 # Metrics are read this many steps late, so that reading never waits for the devices.
 STEPS_IN_FLIGHT = 8
 
@@ -165,15 +168,23 @@ def make_steps(
 
 
 def batch_layout(mesh: ml.Mesh) -> ml.Layout:
-    """Returns the layout of batches: rows over the axis `batch`, if there is one."""
-    return mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
+    """Returns the layout of batches: rows over the axes for them, if there are any."""
+    rows = tuple(axis for axis in mesh.axis_names if axis in ROW_AXES)
+    return mesh.layout(rows, ...) if rows else mesh.layout(...)
 
 
 def batch_layouts(mesh: ml.Mesh, batch: Batch) -> dict[str, ml.Layout]:
-    """Returns a layout per array: images also over `height` and `width`, if any."""
+    """Returns a layout per array: images also over `height` and `width`, if any.
+
+    Tokens are sharded over `seq`, too.
+    """
     images = [axis if axis in mesh else None for axis in SPATIAL]
     layouts = {name: batch_layout(mesh).with_rank(x.ndim) for name, x in batch.items()}
-    return layouts | ({"image": mesh.layout(*images)} if "image" in batch else {})
+    if "image" in batch:
+        layouts["image"] = mesh.layout(*images)
+    if "seq" in mesh and "tokens" in batch:
+        layouts["tokens"] = mesh.layout("batch", "seq")
+    return layouts
 
 
 def one_pass(

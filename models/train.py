@@ -7,6 +7,8 @@ model tensor-parallel, and checks that both runs agree.
 import argparse
 import contextlib
 import io
+import math
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import meshlayout as ml
 from meshlayout import launch as launcher
 from meshlayout.errors import did_you_mean
 from models import gan
-from models.catalog import EXAMPLES, OWN_LAYOUTS
+from models.catalog import EXAMPLES, OWN_LAYOUTS, PIPELINE
 from models.command_line import LAYOUTS, OptionError, check_options, command_line
 from models.convnet import SPATIAL
 from models.data import Dataset, load_dataset, load_text
@@ -35,6 +37,7 @@ from models.prepare_data import (
     num_classes,
 )
 from models.runs import (
+    ROW_AXES,
     Training,
     TrainingError,
     batch_layouts,
@@ -206,7 +209,7 @@ def print_layouts(setting: Setting, states: dict[str, ml.TrainState]) -> None:
     numbers = np.array([device.id for device in mesh.devices.flat])
     print(f"\n{setting.title} on {mesh!r}, whose {mesh.platform} devices are")
     print(f"{numbers.reshape(mesh.devices.shape)}\n")
-    used = {*SPATIAL}  # by the batch
+    used = {*SPATIAL, "seq"}  # by the batch
     for name, state in states.items():
         if name:
             print(f"{name}:")
@@ -284,13 +287,10 @@ def make_setting(
             has one that nothing uses, or the batch does not divide over it.
     """
     if axes is None:
-        axes = "batch=-1"
-        if layouts is not None and "model" in LAYOUTS[layouts].axes:
-            # A single device is a mesh too.
-            axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
-        elif layouts == "spatial":
-            halves = jax.device_count() % 4 == 0
-            axes = f"batch={1 + halves},height={1 + halves},width=-1"
+        axes = LAYOUTS[layouts].mesh if layouts is not None else "batch=-1"
+        sizes = [int(size) for size in re.findall(r"=(\d+)", axes)]
+        if jax.device_count() % math.prod(sizes):  # as of a single device
+            axes = re.sub(r"=\d+", "=1", axes)
     try:
         mesh = ml.create_mesh(axes)
     except ml.errors.MeshError as error:
@@ -299,11 +299,12 @@ def make_setting(
         way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
         raise OptionError(f"argument --mesh: {fact}{way}") from error
     own_axes = LAYOUTS[layouts].axes if layouts is not None else ()
+    known = tuple(dict.fromkeys(("batch", "model", *own_axes)))
     for axis in mesh.axis_names:
-        if axis not in ("batch", "model", *own_axes):
+        if axis not in known:
             raise OptionError(
                 f"argument --mesh: no layout here uses an axis {axis!r}; the axes are "
-                f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
+                f"{' and '.join(map(repr, known))}.{did_you_mean(axis, known)}"
             )
     if layouts is None:
         layouts = "tensor" if "model" in mesh.axis_names else "data_parallel"
@@ -313,23 +314,35 @@ def make_setting(
                 f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
                 f"--mesh {axes} has none"
             )
-    if "batch" in mesh.axis_names:
-        shards, size = mesh.axis_size("batch"), options.global_batch_size
+    if rows := [axis for axis in mesh.axis_names if axis in ROW_AXES]:
+        shards, size = mesh.axis_size(rows), options.global_batch_size
         if size % shards:
             lower, upper = size // shards * shards, -(-size // shards) * shards
             nearest = f"{lower} and {upper}" if lower else f"{upper}"
             raise OptionError(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
-                f"shards over mesh axis 'batch'; nearest that do: {nearest}"
+                f"shards over mesh axis {' and '.join(map(repr, rows))}; nearest that "
+                f"do: {nearest}"
             )
-    for axis, pixels in zip(("height", "width"), IMAGE_SHAPE, strict=False):
+    parts = PIPELINE["microbatches"] * options.accumulate
+    if layouts == "pipeline" and options.global_batch_size % parts:
+        raise OptionError(
+            f"argument --global-batch-size: {options.global_batch_size} rows do not "
+            f"divide into the {parts} microbatches of the stages; multiples of it do"
+        )
+    whole = {
+        "height": ("pixels of an image's height", IMAGE_SHAPE[0]),
+        "width": ("pixels of an image's width", IMAGE_SHAPE[1]),
+        "seq": ("tokens of a row", TEXT_LENGTH),
+        "stage": ("layers", PIPELINE["num_layers"]),
+    }
+    for axis, (what, count) in whole.items():
         shards = mesh.axis_size(axis) if axis in own_axes else 1
-        if pixels % shards:
-            sizes = [n for n in range(1, pixels + 1) if pixels % n == 0]
+        if count % shards:
+            sizes = [str(n) for n in range(1, count + 1) if count % n == 0]
             raise OptionError(
-                f"argument --mesh: the {pixels} pixels of an image's {axis} do not "
-                f"divide into {shards} shards over mesh axis {axis!r}; sizes that do: "
-                f"{', '.join(map(str, sizes))}"
+                f"argument --mesh: the {count} {what} do not divide into {shards} "
+                f"shards over mesh axis {axis!r}; sizes that do: {', '.join(sizes)}"
             )
     names = tuple(gan.MODELS) if options.model == "gan" else ("",)
     maps = {name: make_layouts(options, labels, mesh, layouts, name) for name in names}
@@ -355,25 +368,25 @@ def make_layouts(
         own = EXAMPLES[options.model].layouts
         if layouts not in own:
             has = f"its own are {', '.join(own)}" if own else "it has none of its own"
-            ready = ", ".join(name for name in LAYOUTS if name not in OWN_LAYOUTS)
+            every = [x for x in LAYOUTS if x not in OWN_LAYOUTS]
+            ready = ", ".join(name for name in every if not LAYOUTS[name].models)
             raise OptionError(
                 f"argument --layouts: {options.model} has no map {layouts}: {has}, and "
                 f"for every model there are {ready}"
             )
         return ml.LayoutMap(mesh, own[layouts])
-    if layouts == "spatial" and not hasattr(EXAMPLES[options.model].file, "SPATIAL"):
-        raise OptionError(
-            "argument --layouts: spatial is for convolutional networks whose file has "
-            f"a layout SPATIAL of images, such as convnet; {options.model} has none"
-        )
     if layouts in ("data_parallel", "spatial"):
         return ml.parallel.data_parallel(mesh)
-    if layouts == "fsdp":
+    if layouts in ("fsdp", "fsdp+context"):
         return ml.parallel.fsdp(mesh)
+    if layouts == "pipeline":
+        return ml.parallel.stages(mesh)
     inputs = example_inputs(options, options.global_batch_size)
     if part == "generator":
         inputs = jax.ShapeDtypeStruct((inputs.shape[0], gan.LATENT_FEATURES), "float32")
     model = make_model(options, labels, part)
+    if layouts == "expert":
+        return ml.parallel.expert_parallel(mesh, "expert", model, inputs)
     tensor = ml.parallel.tensor_parallel(mesh, model, inputs)
     if not layouts.startswith("fsdp"):
         return tensor
@@ -384,10 +397,12 @@ def make_model(options: argparse.Namespace, labels: int, part: str = "") -> Any:
     """Returns the Linen module, or a function that makes the NNX module."""
     if part:
         return lambda: gan.MODELS[part](rngs=nnx.Rngs(options.seed))
-    variant = EXAMPLES[options.model].variants[options.flax]
+    example = EXAMPLES[options.model]
+    variant = example.variants[options.flax]
+    sizes = example.changes.get(options.layouts, {})
     if options.flax == "linen":
-        return variant(labels)
-    return lambda: variant(labels, rngs=nnx.Rngs(options.seed))
+        return variant(labels, **sizes)
+    return lambda: variant(labels, rngs=nnx.Rngs(options.seed), **sizes)
 
 
 def example_inputs(options: argparse.Namespace, num_rows: int) -> jax.ShapeDtypeStruct:

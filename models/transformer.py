@@ -7,12 +7,15 @@ vocabulary. Sequences may be packed: tokens then attend only to their own segmen
 Both variants are written for one device. The layout maps at the foot of this file
 shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants. The blocks are the modules
-`blocks/0`, `blocks/1` and so on. `residual` is the name of the features between the
-halves of blocks, for maps that shard them, too.
+`blocks/0`, `blocks/1` and so on, or, if they are scanned, one whose parameters are
+stacked: `blocks/mlp/up/kernel` has a first dim of layers, which may be pipeline stages.
+`residual` is the name of the features between the halves of blocks, for maps that shard
+them, too.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -61,6 +64,9 @@ class TransformerConfig:
         mlp_features: Hidden features of each block's MLP.
         dropout_rate: Fraction of the features that training drops after the embeddings
             and after each half of a block.
+        is_scanned: Whether the blocks' parameters are stacked, and the blocks are one
+            loop: `ml.parallel.pipeline`, over a mesh axis `stage` if there is one.
+        microbatches: Into how many the rows are divided for the stages.
         attention: What attends, a function as `causal_attention`; for long sequences
             `functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)`.
     """
@@ -72,9 +78,17 @@ class TransformerConfig:
     num_layers: int = 2
     mlp_features: int = 256
     dropout_rate: float = 0.0
+    is_scanned: bool = False
+    microbatches: int = 1
     attention: Callable[..., jax.Array] = causal_attention
 
     def __post_init__(self) -> None:
+        if self.is_scanned and self.dropout_rate:
+            msg = (
+                f"dropout_rate={self.dropout_rate}: scanned blocks would drop the same "
+                "features in every layer. Leave it at 0, or set is_scanned=False."
+            )
+            raise ValueError(msg)
         if self.features % self.num_heads:
             msg = (
                 f"features={self.features} does not divide by "
@@ -179,6 +193,51 @@ class Block(nnx.Module):
         return ml.constrain(x + self.dropout(self.mlp(self.mlp_norm(x))), "residual")
 
 
+def run_stack(
+    block: Callable[..., Any],
+    params: Any,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    config: TransformerConfig,
+) -> jax.Array:
+    """Returns the features after all blocks, whose parameters are stacked.
+
+    Args:
+        block: Takes the parameters of one block, features and segments.
+        params: A tree of arrays with a first dim of layers.
+        x: Shape (batch, length, features).
+        segment_ids: As for `attend`.
+        config: The model's sizes.
+    """
+
+    def layer(
+        params: Any, rows: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        x, segment_ids = rows
+        return block(params, x, segment_ids), segment_ids
+
+    rows, count = (x, segment_ids), config.microbatches
+    return ml.parallel.pipeline(layer, params, rows, axis="stage", microbatches=count)[
+        0
+    ]
+
+
+def stack_of_blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Block:
+    """Returns a block with the parameters of all, each from random keys of its own.
+
+    Not of blocks made before: on a mesh, no device need ever hold the layers of all.
+    """
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap
+    def create(rngs: nnx.Rngs) -> Block:
+        block = Block(config, rngs=rngs)
+        block.dropout.rngs = None  # nothing is dropped
+        return block
+
+    return create(rngs)
+
+
 # Since 0.12 Flax wraps lists of modules; before, a plain list held them.
 module_list: Callable[[list[Block]], list[Block]] = getattr(nnx, "List", list)
 
@@ -191,8 +250,12 @@ class Transformer(nnx.Module):
         self.embed = nnx.Embed(config.vocab_size, config.features, rngs=rngs)
         self.positions = nnx.Embed(config.max_length, config.features, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
-        self.blocks = module_list(
-            [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+        self.blocks = (
+            stack_of_blocks(config, rngs)
+            if config.is_scanned
+            else module_list(
+                [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+            )
         )
         self.norm = nnx.LayerNorm(config.features, rngs=rngs)
         self.output = nnx.Linear(
@@ -232,8 +295,15 @@ class Transformer(nnx.Module):
         else:
             x = self.dropout(x + self.positions(positions))
         x = ml.constrain(x, "residual")
-        for block in self.blocks:
-            x = block(x, segment_ids)
+        if isinstance(self.blocks, Block):
+            graph, params = nnx.split(self.blocks)
+            x = run_stack(
+                lambda params, *args: nnx.merge(graph, params)(*args),
+                *(params, x, segment_ids, self.config),
+            )
+        else:
+            for block in self.blocks:
+                x = block(x, segment_ids)
         return self.output(self.norm(x))
 
 
@@ -335,7 +405,19 @@ class LinenTransformer(nn.Module):
             x = x + table(positions)
         x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
         x = ml.constrain(x, "residual")
-        x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
+        if config.is_scanned:
+            block = LinenBlock(config, train=False, parent=None)
+
+            def init_stack(key: jax.Array) -> Any:
+                keys = jax.random.split(key, config.num_layers)
+                return jax.vmap(lambda key: block.init(key, x, None)["params"])(keys)
+
+            x = run_stack(
+                lambda params, *args: block.apply({"params": params}, *args),
+                *(self.param("blocks", init_stack), x, segment_ids, config),
+            )
+        else:
+            x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
         x = nn.LayerNorm(name="norm")(x)
         return nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
 

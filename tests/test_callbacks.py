@@ -106,6 +106,8 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
 
 
 WRONG = {
+    "EarlyStopping('accuracy'): say mode='max' if higher values are better, or "
+    "mode='min'.": lambda: ml.callbacks.EarlyStopping("accuracy"),
     "fit: callbacks must be a list of instances of ml.callbacks.Callback, and has the "
     "class StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
     "EarlyStopping: mode must be 'min' or 'max', got 'least'.": (
@@ -131,9 +133,9 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
 def test_a_value_to_watch_that_is_not_there_is_named(kind):
-    words = "no 'val_los', only 'val_loss'. Did you mean 'val_loss'?"
+    words = "no 'vall_loss', only 'val_loss'. Did you mean 'val_loss'?"
     with pytest.raises(KeyError, match=re.escape(words)):
-        Scripted(1.0, name="val_loss").run(getattr(ml.callbacks, kind)("val_los"))
+        Scripted(1.0, name="val_loss").run(getattr(ml.callbacks, kind)("vall_loss"))
 
 
 # Progress.

@@ -116,6 +116,12 @@ def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra():
     assert "2 of another shape" in message
     message = error_of(restored, numbered("a"), numbered("b"), partial=True)
     assert "fit the state to restore: 1 missing, 1 extra.\n" in message
+    # The number of a step is in any state.
+    states = [numbered(name) | {"step": np.int32(3)} for name in "ab"]
+    assert "1 missing, 1 extra.\n" in error_of(restored, *states, partial=True)
+    assert error_of(restored, numbered("a"), numbered("a"), partial=".") == (
+        "the mapping: partial='.' leaves every array as it is."
+    )
     like = {"a": np.zeros(2, "float32"), "c": jax.ShapeDtypeStruct((2,), "float32")}
     assert error_of(restored, numbered("a"), like, partial=True) == (
         "c: not restored from the mapping, and like= holds only its shape. Give a "

@@ -387,7 +387,7 @@ def test_dtypes_that_jax_does_not_have_are_refused():
     values = np.array(["2020-01-01"] * 8, "datetime64[D]")
     assert message(lambda: distributed({"x": values})) == (
         "leaf 'x' has dtype datetime64[D], which JAX does not have. Pad ragged rows to one "
-        "shape, and convert numbers, as with array.astype('float32')."
+        "shape, and make numbers of dates and others, as with array.astype('float32')."
     )
 
 
@@ -405,8 +405,9 @@ STRINGS = {
 def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
     source = {"id": STRINGS[name], "x": np.arange(9)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'id' holds strings, which devices do not take. Leave it out, or keep it "
-        "on the host with strings='host'."
+        "leaf 'id' holds strings, which devices do not take. For labels, write names, "
+        "labels = np.unique(labels, return_inverse=True); otherwise leave it out, or "
+        "keep it on the host with distribute_dataset(..., strings='host')."
     )
     data = distributed(source, strings="host")
     found = list(data)

@@ -128,6 +128,16 @@ def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
         plain.reset()
 
 
+def test_random_numbers_do_not_count_padding(strategy):
+    with strategy.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    *_, last = batches(strategy, X)
+    (kept,) = strategy.run(lambda batch: (dropout(batch[0]),), (last,))
+    found = strategy.gather(kept, axis=0)
+    assert found.shape == (2, 3)
+    np.testing.assert_allclose(found[found != 0], 2 * X[8:][found != 0], rtol=1e-6)
+
+
 def test_values_that_are_not_of_rows_of_a_padded_batch_are_refused(strategy):
     with strategy.scope():
         average = nnx.metrics.Average()

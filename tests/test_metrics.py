@@ -540,12 +540,12 @@ REFUSED = {
     "Metrics of loss, accuracy do not merge with a.": (
         lambda: COLLECTION.merge(metrics.Metrics({"a": metrics.Mean()}))
     ),
-    "metrics: 'a': 3 is not a metric: it must have empty, from_model_output, merge, ": (
+    "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),
     "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the "
     "entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean "
-    "'logit'? Accuracy(predictions=...) takes the name or the position of yours.": (
+    "'logit'? ml.metrics.Accuracy(predictions=...) takes the name or position of yours.": (
         lambda: COLLECTION.update_from(
             outputs={"logit": LOGITS}, batch=BATCH, losses=SCORES
         )

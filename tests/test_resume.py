@@ -226,7 +226,7 @@ def test_what_callbacks_know_comes_along(mesh, tmp_path):
         callbacks = [
             ml.callbacks.Log(tmp_path / f"{name}.csv"),
             ml.callbacks.Log(tmp_path / f"{name}.jsonl"),
-            ml.callbacks.EarlyStopping("row", patience=2),  # stays as it is
+            ml.callbacks.EarlyStopping("row", mode="min", patience=2),  # stays as it is
         ]
         callbacks += [] if until is None else [InterruptAt(until)]
         with (

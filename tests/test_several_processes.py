@@ -213,7 +213,8 @@ def a_trainer_with_callbacks(run):
     path.mkdir(exist_ok=True)
     log = path / f"{process_index()}.csv"
     with ml.Checkpointer(path / "best", best=("val_loss", "min"), keep=1) as ck:
-        stop = callbacks.EarlyStopping("val_accuracy", patience=1, restore_best=True)
+        options = {"mode": "min", "patience": 1, "restore_best": True}
+        stop = callbacks.EarlyStopping("val_accuracy", **options)
         history = trainer.fit(
             data_on(mesh, shuffle=1),
             epochs=6,

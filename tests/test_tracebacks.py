@@ -162,6 +162,10 @@ def test_reflexes_of_other_libraries_are_answered(state):
     assert message_of(ml.Trainer(state).predict, [BATCH], steps=3) == (
         "predict got steps=. No such option exists."
     )
+    assert message_of(ml.Trainer(state).fit, BATCH, sample_weight=[1.0]) == (
+        "fit got sample_weight=. Weights go into the data: {'x': x, 'y': y, 'weight': "
+        "weights}."
+    )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "
         "'model': 4})."
@@ -177,6 +181,12 @@ def test_reflexes_of_other_libraries_are_answered(state):
     )
     assert error(lambda: state.summary()).endswith("print(state) is the summary.")
     assert "Trainer(state, loss_fn" in error(lambda: ml.Trainer(state).compile())
+    assert error(lambda: ml.History().history).endswith("as history['loss'].")
+    strategy = ml.distribute.get_strategy()
+    assert error(lambda: strategy.experimental_local_results) == (
+        f"{type(strategy).__name__} has no 'experimental_local_results'. Write "
+        "local_results."
+    )
     assert error(lambda: state.parms) == "'TrainState' object has no attribute 'parms'"
 
 

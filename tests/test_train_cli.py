@@ -76,10 +76,13 @@ RUNS = {
     "--model transformer --flax linen --layouts tensor": (
         f"{TENSOR} on Mesh(batch=2, model=4)"
     ),
-    "--model convnet --layouts spatial": (
-        "spatially parallel on Mesh(batch=2, height=2, width=2)"
-    ),
+    "--layouts spatial": ("spatially parallel on Mesh(batch=2, height=2, width=2)"),
     "--model gpt --layouts fsdp+tensor_parallel": f"{BOTH} on Mesh(batch=2, model=4)",
+    "--layouts expert": "expert-parallel on Mesh(batch=2, expert=4)",
+    "--layouts pipeline": "in stages on Mesh(batch=2, stage=4)",
+    "--layouts fsdp+context --flax linen": (
+        f"{FSDP}, with sequences in shards on Mesh(batch=2, seq=4)"
+    ),
     "--model resnet50 --layouts FSDP --limit-train 128": (
         f"{FSDP} by its own map on Mesh(batch=8)"
     ),
@@ -132,6 +135,10 @@ REFUSED = {
         "'batch' and 'model'. Did you mean 'model'?"
     ),
     "--mesh batch=16": "argument --mesh: ...",
+    "--layouts expert --mesh batch=2,expert=4 --batch-size 12": (
+        "argument --global-batch-size: 12 does not divide into 8 shards over mesh "
+        "axis 'batch' and 'expert'; nearest that do: 8 and 16"
+    ),
     "--mesh model=8 --layouts fsdp+tensor": (
         "argument --layouts: fsdp+tensor needs a mesh with an axis 'batch'; --mesh "
         "model=8 has none"
@@ -145,15 +152,27 @@ REFUSED = {
         "argument --layouts: mlp has no map FSDP_MODEL_PARALLEL: its own are "
         "DATA_PARALLEL, MODEL_PARALLEL, FSDP, and for every model there are "
         "data_parallel, fsdp, tensor, tensor_parallel, fsdp+tensor, "
-        "fsdp+tensor_parallel, spatial"
+        "fsdp+tensor_parallel"
     ),
-    "--layouts spatial --model convnet --mesh height=8,width=1": (
+    "--layouts spatial --mesh height=8,width=1": (
         "argument --mesh: the 28 pixels of an image's height do not divide into 8 "
         "shards over mesh axis 'height'; sizes that do: 1, 2, 4, 7, 14, 28"
     ),
-    "--layouts spatial": (
-        "argument --layouts: spatial is for convolutional networks whose file has a "
-        "layout SPATIAL of images, such as convnet; mlp has none"
+    "--layouts pipeline --model mlp": (
+        "argument --layouts: pipeline is for --model transformer, which mlp is not: "
+        "name another one, or leave --model out"
+    ),
+    "--layouts pipeline --remat blocks": (
+        "argument --remat: with --layouts pipeline, the backward pass computes every "
+        "stage again in any case; leave --remat out"
+    ),
+    "--layouts pipeline --batch-size 24": (
+        "argument --global-batch-size: 24 rows do not divide into the 16 microbatches "
+        "of the stages; multiples of it do"
+    ),
+    "--layouts pipeline --mesh stage=8": (
+        "argument --mesh: the 4 layers do not divide into 8 shards over mesh axis "
+        "'stage'; sizes that do: 1, 2, 4"
     ),
     "--model gpt --flax nnx": "argument --flax: gpt has one variant; leave --flax out",
     "--processes 3": (

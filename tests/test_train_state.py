@@ -246,7 +246,7 @@ NO_MODEL = (
 )
 NO_PARAMETERS = (
     "TrainState.create: the model has no parameters to train: no nnx.Param, or nothing "
-    "in Linen's collection 'params'. Use create(build, layouts)."
+    "in the collection 'params' of what Linen's module.init returns."
 )
 REFUSED = [
     (lambda: create(lambda: {"w": jnp.ones(3)}), NO_MODEL.format("a dict", "None")),
@@ -255,8 +255,8 @@ REFUSED = [
     (lambda: create(lambda: linen()["params"], module=LINEN), NO_PARAMETERS),
     (
         lambda: create(Net()),
-        "TrainState.create: build is called as build(), but takes (x). Give a function "
-        "that builds the state, such as lambda: Model(...).",
+        "TrainState.create: a Net is already built. Give a function that builds the "
+        "state, such as lambda: Model(...).",
     ),
     (
         lambda: used_up(nnx_state()).model,

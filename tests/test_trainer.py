@@ -290,6 +290,41 @@ def pair_loss(model, batch):
     return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
 
 
+class Frame:
+    """Named columns, as those of pandas."""
+
+    def __init__(self, values):
+        self.values, self.columns = values, [*"abcd"]
+
+    def __getitem__(self, name):
+        return self.values[:, "abcd".index(name)]
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def test_the_model_gets_a_frame_that_it_was_not_trained_on_as_one_array(mesh):
+    data, frame = examples(21), Frame(examples(21)["x"])
+    trainer = ml.Trainer(create_state(mesh), pair_loss)
+    with pytest.raises(ValueError, match="unpack") as caught:
+        trainer.predict(frame, batch_size=8)
+    assert caught.value.__notes__[-1] == (
+        "in predict: batch 1, float32[8, 4]. predict_fn=lambda model, x: model(x) calls "
+        "the model alone"
+    )
+    quiet_fit(trainer, frame, data["y"], batch_size=8)
+    bare = trainer.predict(data["x"], batch_size=8)
+    np.testing.assert_array_equal(trainer.predict(frame, batch_size=8), bare)
+
+    def of_columns(model, batch):
+        out = model(jnp.stack([batch[name] for name in "abcd"], 1))
+        return jnp.square(out[:, 0]), {"out": out}
+
+    trainer = ml.Trainer(create_state(mesh), of_columns)
+    quiet_fit(trainer, frame, batch_size=8)
+    assert trainer.predict(frame, batch_size=8)["out"].shape == (21, 1)
+
+
 def test_data_without_labels_goes_to_the_model(mesh):
     data = examples(21)
     trainer = ml.Trainer(create_state(mesh), pair_loss)
@@ -507,7 +542,8 @@ def test_an_error_in_a_later_batch_says_which_it_was(mesh):
     ):
         with pytest.raises(KeyError) as caught:
             call(trainer, lambda: iter(data))
-        assert caught.value.__notes__[-1] == where
+        arrays = "{weight: float32[8], x: float32[8, 4]}"
+        assert caught.value.__notes__[-1] == f"{where}, {arrays}"
     assert int(trainer.state.step) == 2
 
 

@@ -471,7 +471,12 @@ def match(
         else:
             pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
     extra = {name: saved[name] for name in rest.values() if name not in left}
-    is_found = bool(pairs) or not saved
+    # Numbers, as that of the step, are in any state.
+    found = [spec for spec in wanted if spec.path in pairs]
+    has_dims = [
+        any(spec.shape for spec in specs) for specs in (found, missing.values())
+    ]
+    is_found = not saved or has_dims[0] or (bool(found) and not has_dims[1])
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
     wrong = diff = RestoreDiff(*rows, extra | missing)
     if request.partial is True and is_found:
@@ -483,6 +488,8 @@ def match(
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
+        if not wrong:
+            msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
     if diff:
         logger.info("%s differs: %s", source, diff)

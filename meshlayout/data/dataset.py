@@ -108,8 +108,7 @@ class DistributedDataset:
     """Global batches on a mesh; made by `distribute_dataset`.
 
     Each iteration yields the next `epochs` epochs of the source; with `epochs=None` or
-    `remainder="repeat"` it continues where the latest one stopped. Several iterations
-    can run at once.
+    `remainder="repeat"` it continues where the latest one stopped.
     """
 
     def __init__(self, plan: DataPlan) -> None:

@@ -120,14 +120,15 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
         if strings == "host":
             return None
         what = (
-            "holds strings, which devices do not take. Leave it out, or keep it on the "
-            "host with strings='host'."
+            "holds strings, which devices do not take. For labels, write names, labels "
+            "= np.unique(labels, return_inverse=True); otherwise leave it out, or "
+            "keep it on the host with distribute_dataset(..., strings='host')."
         )
     # Long doubles ("g", "G") JAX would silently make float64.
     elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):
         what = (
-            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one "
-            "shape, and convert numbers, as with array.astype('float32')."
+            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one shape,"
+            " and make numbers of dates and others, as with array.astype('float32')."
         )
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))

@@ -132,9 +132,9 @@ class ReplicaProgram:
             _checks.show_user_frames(error)
             if has_mask or isinstance(error, NotImplementedError):
                 error.add_note(
-                    "run: the first trace is under jax.vmap over the replicas, and for "
-                    "a batch with padding with twice its rows. So give callbacks a "
-                    "vmap_method, and write -1 for the number of rows."
+                    "run: shapes are those of a first trace, under jax.vmap over the "
+                    "replicas, and for a batch with padding with twice its rows. Give "
+                    "callbacks a vmap_method; in reshape, write -1 for the rows."
                 )
             raise
 
@@ -184,7 +184,7 @@ class ReplicaProgram:
         mask = trace.context.mask
         self._rows = rows = 0 if mask is None else mask.shape[0]
         is_safe = all(shape[:1] == (rows,) for shape in self._shapes) and all(
-            (isinstance(x, nnx.BatchStat) or aggregation(x) == "metric")
+            (isinstance(x, nnx.BatchStat | nnx.RngState) or aggregation(x) == "metric")
             and "aggregation" not in x.get_metadata()
             for x in self._changed
         )

@@ -47,11 +47,10 @@ _lock = threading.RLock()
 
 
 @_checks.user_call
-class Strategy:
+class Strategy(_checks.WithReflexes):
     """The base class of all strategies, which say how a program is distributed.
 
-    Use one of its subclasses. Names and meaning are those of tf.distribute; the
-    documentation's page "Coming from tf.distribute" lists the differences.
+    Names and meaning are those of tf.distribute. Use one of its subclasses.
 
     Args:
         mesh: A mesh with one axis, called batch; its devices are the replicas.
@@ -101,10 +100,9 @@ class Strategy:
     def scope(self) -> Iterator["Strategy"]:
         """Makes this the current strategy; what is made inside is mirrored.
 
-        Make NNX models and optimizers, and variables by Linen's `init`, in the scope,
-        so that each replica has a copy. Metrics and single Variables are copied when
-        they are first used. In a scope, `get_replica_context()` is None, and the
-        strategy's mesh is the default mesh. Scopes cannot be nested.
+        Make NNX models, optimizers and Linen's variables in the scope. Metrics and
+        single Variables are copied when they are first used. In a scope, the strategy's
+        mesh is the default mesh. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
             msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "

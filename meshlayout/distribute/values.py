@@ -48,8 +48,7 @@ class PerReplica(DistributedValues):
             replicas: shape (replicas * n, ...) for values of shape (n, ...), and
             (replicas,) for scalars.
         mask: Of shape (replicas * n,), float32, laid out like the array: 1 for real
-            rows, which come first on each replica, and 0 for padding. None if there is
-            no padding.
+            rows, which come first on each replica, and 0 for padding; None if none.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
 

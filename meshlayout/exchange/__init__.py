@@ -11,3 +11,4 @@ from meshlayout.exchange.attention import (
 )
 from meshlayout.exchange.axes import MeshAxis as MeshAxis, find_axis as find_axis
 from meshlayout.exchange.schedule import pipeline as pipeline, stages as stages
+from meshlayout.exchange.tokens import dispatch as dispatch

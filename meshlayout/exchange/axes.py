@@ -24,19 +24,19 @@ class MeshAxis:
     mesh: jax.sharding.Mesh | AbstractMesh
 
     def shard_map(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *others: str
     ) -> Callable[..., Any]:
         """Returns a function that runs on each device's shards along this axis.
 
-        Specs name this axis alone: the other axes stay with the compiler, so that rows
-        may be sharded over `batch` and heads over `model` as elsewhere in the step.
+        Specs name this axis and `others` alone: the rest stay with the compiler, so
+        that rows may be sharded over `batch` and heads over `model` as elsewhere.
         """
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={self.name},
+            axis_names={self.name, *others},
             check_vma=False,  # which refuses scans whose carry starts as a constant
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs

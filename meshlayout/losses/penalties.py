@@ -20,14 +20,12 @@ Regularizer: TypeAlias = Callable[[PyTree], jax.Array]
 def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
 
-    Use this in `make_train_step(..., regularizers={"l2": l2(1e-5)})`, which takes any
-    function from parameters to a scalar. It is part of the loss, and so of the gradient
-    that the optimizer scales; `optax.adamw` decays weights instead.
+    For `make_train_step(..., regularizers={"l2": l2(1e-5)})`. It is part of the loss,
+    so the optimizer scales its gradient; `optax.adamw` decays weights instead.
 
     Args:
         strength: The factor, not negative.
-        where: Which parameters: a regular expression, searched for in their paths, one
-            of which must match.
+        where: A regular expression, searched for in parameters' paths; one must match.
 
     Example:
         >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))

@@ -92,10 +92,9 @@ def compute_average_loss(
     """Divides the sum of losses by the global batch size; 0 without examples.
 
     Use this to port a step from tf.distribute. In a program over the whole batch it is
-    the mean. In replica code (a function that a strategy runs, or in `jax.shard_map`)
-    it is this replica's share: those of all replicas add up to the mean over the global
-    batch. Rows that pad a strategy's short batch add nothing, not even to the gradient,
-    and are not counted. Losses of more dims are summed; see `per_example`.
+    the mean. In replica code (in a strategy's `run`, or in `jax.shard_map`) it is this
+    replica's share of it; all shares add up to the mean. Rows that pad a short batch
+    are not counted. Losses of more dims are summed; see `per_example`.
 
     Args:
         per_example_loss: Losses of shape (batch, ...); summed in float32.
@@ -150,8 +149,7 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
     """Divides a regularization loss by the number of replicas; an array is summed.
 
-    Use this next to `compute_average_loss`, in replica code, where losses of replicas
-    are added up; elsewhere the loss is returned unchanged.
+    For replica code, as `compute_average_loss`; elsewhere the loss is unchanged.
 
     Example:
         >>> float(scale_regularization_loss(0.5))

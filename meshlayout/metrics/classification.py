@@ -91,8 +91,7 @@ def _highest(scores: jax.Array) -> jax.Array:
     """Returns the class with the highest score; -1 where a score is NaN.
 
     In blocks of classes, which stay on their shards: compilers for TPUs gather the
-    logits of a plain argmax. Comparing all scores with
-    the highest takes the memory of another copy of them.
+    logits of a plain argmax, and comparing all with the highest copies them.
     """
     num_classes = scores.shape[-1]
     num_blocks = math.gcd(num_classes, 2 ** (math.isqrt(num_classes).bit_length() - 1))

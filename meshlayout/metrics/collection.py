@@ -23,6 +23,7 @@ from meshlayout.metrics.classification import Accuracy
 from meshlayout.metrics.metric import Mean, Metric, find
 
 
+_EXAMPLE = "ml.metrics.Accuracy(labels='y')"
 _PROTOCOL = ("empty", "from_model_output", "merge", "compute")
 
 
@@ -58,9 +59,8 @@ class Metrics(Mapping[str, Any]):
     ) -> None:
         if names is None:  # from a user, not from JAX
             if not isinstance(metrics, Mapping):
-                shown = _checks.shown(metrics)
-                msg = f"metrics: expected a dict from names to metrics, got {shown}."
-                raise MetricError(msg)
+                msg = f"metrics must be a dict, such as {{'accuracy': {_EXAMPLE}}},"
+                raise MetricError(f"{msg} got {_checks.shown(metrics)}.")
             metrics = {name: _as_metric(name, x) for name, x in metrics.items()}
             names = tuple(metrics)
         object.__setattr__(self, "metrics", metrics)
@@ -195,8 +195,8 @@ def _as_metric(name: str, metric: object) -> Any:
         fact = f"is no metric; an instance of it is: {metric.__name__}()."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (
-            f"is not a metric: it must have {', '.join(_PROTOCOL)}, like those of this "
-            "library, clu and metrax, or be nnx's Average or Accuracy."
+            f"is not a metric such as {_EXAMPLE}: it must have {', '.join(_PROTOCOL)}, "
+            "like those of clu and metrax, or be nnx's Average or Accuracy."
         )
     else:
         return metric.empty() if is_class else metric

@@ -91,8 +91,9 @@ class Metric:
                 settings name; positions as `"0"`, `"1"`.
         """
         kind, inputs = type(self).__name__, []
+        home = "ml.metrics." * type(self).__module__.startswith("meshlayout.")
         for field in self._inputs:
-            way_out = f" {kind}({field}=...) takes the name or the position of yours."
+            way_out = f" {home}{kind}({field}=...) takes the name or position of yours."
             inputs.append(find(named, str(getattr(self, field)), kind, way_out))
         return self.empty()._added(*inputs, weights=weights)
 

@@ -2,6 +2,7 @@
 
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,
+    dispatch as dispatch,
     pipeline as pipeline,
     ring_attention as ring_attention,
     stages as stages,

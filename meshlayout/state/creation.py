@@ -127,8 +127,7 @@ def describe(
 ) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
-    Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
-    errors: as for `create`.
+    For shapes and layouts, or `Checkpointer.restore`; arguments are as for `create`.
     """
     return describe_state(build, layouts, "describe")
 
@@ -185,6 +184,8 @@ def describe_state(
 def check_builder(build: object, where: str) -> None:
     """Raises StateError unless this can be called without arguments."""
     hint = "Give a function that builds the state, such as lambda: Model(...)."
+    if _paths.is_nnx_object(build):
+        raise StateError(f"{where}: {_checks.shown(build)} is already built. {hint}")
     _checks.function("build", build, where=where, error=StateError, hint=hint)
 
 

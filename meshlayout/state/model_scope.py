@@ -42,10 +42,9 @@ def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     unchanged code, and `constrain` follows the map. `create` is the explicit form.
 
     Raises:
-        StateError: If a module draws from an `nnx.Rngs` that is not among its
-            arguments.
-        LayoutMapError: At the end, if rules disagree or do not fit; or, if the map has
-            `unused="error"`, nothing was made or a rule matches no path.
+        StateError: If a module draws from an `nnx.Rngs` that it was not given.
+        LayoutMapError: At the end, if rules disagree or do not fit; with
+            `unused="error"`, also if nothing was made or a rule matches no path.
 
     Example:
         >>> import meshlayout as ml

@@ -132,8 +132,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     ) -> "StateDescription[TrainState[Model]]":
         """Describes the state that `create` would make, without making it.
 
-        Use this for shapes and layouts, or for `Checkpointer.restore`. Arguments and
-        errors: as for `create`.
+        For shapes and layouts, or `Checkpointer.restore`; arguments as for `create`.
         """
         check_builder(build, _WHERE)
         tx, is_eager = _transformation(optimizer), eager_sharding()
@@ -354,7 +353,7 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
     if not jax.tree.leaves(params):
         msg = (
             f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
-            "in Linen's collection 'params'. Use create(build, layouts)."
+            "in the collection 'params' of what Linen's module.init returns."
         )
         raise StateError(msg)
     return params, rest, code

@@ -27,9 +27,8 @@ class StepMemory:
     """Bytes on each device while a step runs; text, or a table in notebooks.
 
     What is measured is read off the compiled program. What the layouts say is
-    arithmetic: shapes of shards times the sizes of their dtypes, without the padding
-    that TPUs add to small arrays. Arguments that the program does not use count in
-    neither.
+    arithmetic: shapes of shards times sizes of dtypes, without the padding that TPUs
+    add to small arrays. Arguments that the program does not use count in neither.
     """
 
     parameter_bytes: int  # this and the next five by the layouts

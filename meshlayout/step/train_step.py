@@ -99,18 +99,13 @@ def make_train_step(
         on_recompile: As for `compile_step`.
 
     Raises:
-        StepError: If an option is wrong.
-        LossError: If the denominator is.
-        StateError: If the precision is.
+        MeshLayoutError: If an option is wrong.
 
     Example:
         >>> import optax
         >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
+        >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> def loss_fn(model, batch):
         ...     return jnp.square(model(batch["x"]) - batch["y"])
         >>> train_step = make_train_step(loss_fn)

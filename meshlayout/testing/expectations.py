@@ -32,10 +32,9 @@ def assert_layout(x: PyTree, expected: object) -> None:
 
     Args:
         x: An array, an abstract array with a sharding, or a tree of these.
-        expected: A `Layout`, `NamedSharding`, `PartitionSpec` or tuple of entries for
-            all arrays. Entries are for the mesh of each array; `...` stands for any
-            number of unsharded dims, and `MATCH` for anything in that dim. Or a
-            `LayoutMap`, which is resolved for the tree.
+        expected: A `LayoutMap`; or, for all arrays, a `Layout`, `NamedSharding`,
+            `PartitionSpec` or tuple of entries for the mesh of each array, where `...`
+            is any number of unsharded dims, and `MATCH` anything in that dim.
 
     Raises:
         VerificationError: If a layout differs, or there are no arrays.
@@ -92,8 +91,7 @@ def expect_communication(
 ) -> Communication:
     """Checks how many collectives of each kind a compiled program has; returns them.
 
-    To hold every one as it is, commit what the result's `to_lock` returns, and call its
-    `check_lock` with that.
+    To keep all as they are, commit the result's `to_lock()` for its `check_lock`.
 
     Args:
         program: A compiled step, what `jax.jit`, `lower` or `compile` returned, or a
@@ -108,8 +106,7 @@ def expect_communication(
             `in_loops` has those alone.
 
     Raises:
-        VerificationError: If a count differs, or more is sent; every collective is
-            listed.
+        VerificationError: If a count differs, or more is sent; lists all collectives.
 
     Example:
         >>> import meshlayout as ml

@@ -80,15 +80,13 @@ def verify(
 ) -> Verification:
     """Checks that a step has the same results on a mesh as on one device.
 
-    The step runs on the mesh from a copy of `state`, and from another copy on the first
-    device of that mesh, where the mesh of `jax.set_mesh` is `one_device_mesh(mesh)` and
-    `constrain` has no effect. A step that is wrong on one device, too, agrees with
-    itself.
+    The step runs from copies of `state` on the mesh, and on its first device alone,
+    where `jax.set_mesh` has `one_device_mesh(mesh)` and `constrain` has no effect. A
+    step that is wrong on one device as well is not noticed.
 
     Integers and PRNG keys must be equal; NaN is equal to NaN. Floats may differ by the
-    rounding of sums in another order, relative to the largest value of the leaf, and by
-    12 times what rounding does to the change of the leaf, which a third run measures:
-    from a state and a batch that are off by one rounding error.
+    rounding of a sum, relative to the leaf's largest value, and by 12 times what one
+    rounding error in the state and the batch changes, which a third run measures.
 
     Args:
         step: A step of this library, or another callable with `lower`; a plain
@@ -103,8 +101,7 @@ def verify(
         **kwargs: Further arguments of the step, by name.
 
     Raises:
-        VerificationError: If a leaf differs (`aux/loss` is named before others), or
-            there is nothing to compare.
+        VerificationError: If a leaf differs, or there is nothing to compare.
 
     Example:
         >>> import meshlayout as ml
@@ -270,9 +267,7 @@ def _compared(
 
 
 def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
-    """Returns a mesh with the same axes, all of size 1, on its first device.
-
-    On several processes, it is each process's own first device.
+    """Returns a mesh with the same axes, of size 1, on this process's first device.
 
     Raises:
         MeshError: If this process has no devices in the mesh.

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from meshlayout import _render
+from meshlayout import _checks, _render
 from meshlayout._render.curves import Curves
 from meshlayout.errors import did_you_mean
 
 
-class History(Mapping[str, list[Any]]):
+class History(_checks.WithReflexes, Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
     Values are floats, or NumPy arrays for metrics with dims; NaN if there is none.
@@ -50,8 +50,7 @@ class History(Mapping[str, list[Any]]):
     def plot(self, *names: str) -> Curves:
         """Returns the curves of metrics, or of all, to print or as a notebook's result.
 
-        A metric and its `val_` share a panel. Values that are not finite, and metrics
-        that have dims, are left out. Raises KeyError if there is no such metric.
+        Values that are not finite are left out, and so are metrics that have dims.
         """
         chosen = names or tuple(self._values)
         return Curves.of(self.epochs, {name: self[name] for name in chosen})

@@ -205,9 +205,9 @@ class Trainer(_checks.WithReflexes):
         chosen: list[Any] = [*callbacks] if is_list else [callbacks]
         for callback in chosen:
             if not is_list or not isinstance(callback, Callback):
+                what = f"{'and has' if is_list else 'got'} {_checks.shown(callback)}"
                 msg = "fit: callbacks must be a list of instances of"
-                shown = _checks.shown(callback)
-                raise MeshLayoutError(f"{msg} ml.callbacks.Callback, and has {shown}.")
+                raise MeshLayoutError(f"{msg} ml.callbacks.Callback, {what}.")
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
             chosen.insert(0, Progress())
@@ -275,9 +275,9 @@ class Trainer(_checks.WithReflexes):
         """Returns the model's predictions for all rows of a dataset, in order.
 
         Data as `fit` had it goes through the loss function, whose outputs are returned;
-        data with fewer arrays, without labels, to the model. To call something else,
-        give `predict_fn`, as for `Trainer`. Padding that the trainer or
-        `distribute_dataset` added is left out; other rows of weight 0 are not.
+        data without labels goes to the model, and a data frame as one array, unless
+        `fit` had its columns. To call something else, give `predict_fn`. Padding that
+        the trainer or `distribute_dataset` added is left out.
 
         Returns:
             A tree of NumPy arrays with one row per example.
@@ -285,11 +285,14 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
+        trained = self._steps._structure
+        is_new, data = trained is None, _as_trained(data, trained, key)
+        hint = ". predict_fn=lambda model, x: model(x) calls the model alone" * is_new
         source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
-            with _checks.noted(source.where):
+            with _noted(source, placed, hint):
                 pending.append((placed, step(self.state, placed.batch)))
             if len(pending) > 1:  # read while the device computes the next batch
                 parts.append(real_rows(*pending.popleft(), key))
@@ -314,7 +317,7 @@ class Trainer(_checks.WithReflexes):
         self.position = replace(self.position, epoch=epoch, **start)
         self._notify("on_epoch_start", epoch)
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
-            with _checks.noted(source.where):
+            with _noted(source, group[0]):
                 self._train(group, source.size)
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
@@ -378,7 +381,7 @@ class Trainer(_checks.WithReflexes):
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
         metrics: Metrics | None = None
         for (placed,) in source.groups():
-            with _checks.noted(source.where):
+            with _noted(source, placed):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)
         return {} if metrics is None else metrics.to_host()
@@ -408,3 +411,25 @@ class Trainer(_checks.WithReflexes):
             else:
                 self._pads = True
         return self._pads is not False
+
+
+def _noted(
+    source: TrainerInput, placed: PlacedBatch, hint: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """Adds to an error which batch it is of, and the arrays in that."""
+
+    def note() -> str:
+        types = jax.tree.map(
+            lambda x: f"{getattr(x, 'dtype', 'a number')}{[*np.shape(x)]}", placed.batch
+        )
+        return f"{source.where}, {types}{hint}".replace("'", "")
+
+    return _checks.noted(note)
+
+
+def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
+    """Returns a data frame that has other columns than `structure` as a matrix."""
+    names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
+    columns = {*getattr(data, "columns", ())} - {weights}
+    is_same = isinstance(names, Mapping) and columns == {*names}
+    return np.asarray(data) if columns and not is_same else data

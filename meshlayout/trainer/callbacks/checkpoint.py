@@ -30,13 +30,12 @@ _METRICS = "epoch_metrics"
 class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and at preemption.
 
-    A checkpoint holds the state, the position in the data, and as metadata the epoch,
-    its values (`"logs"`) if it is over, and what else `fit(resume=True)` needs.
-    `checkpointer.restore(like=state)` restores the state alone.
+    A checkpoint holds the state, the position in the data, and metadata: the epoch, its
+    values (`"logs"`) at its end, and what `fit(resume=True)` needs. To restore the
+    state alone, call `checkpointer.restore(state)`.
 
-    If the checkpointer has `every=`, too, a save happens when both are due. If it has
-    `best=`, the end of every epoch is saved, due or not; one that was stopped and not
-    validated is never the best. It is called after all callbacks that do not save.
+    If the checkpointer has `every=` as well, both must be due. If it has `best=`, the
+    end of every epoch is saved; an epoch that was not validated is never the best.
 
     Args:
         checkpointer: Where to save; the callback does not close it.

@@ -18,14 +18,13 @@ from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scala
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
-    The path says how. `log.csv` gets a line per epoch with the columns of the first
-    one; `log.jsonl` a JSON object per line, with lists for metrics with dims and null
-    for what is not finite; any other path is a directory of TensorBoard's event files.
-    A later `fit` of the same callback, and a run that resumes, add to the file, maybe
-    an epoch once more.
+    A CSV file has the columns of its first epoch. A JSON-lines file has an object per
+    line, with lists for metrics with dims, and null for what is not finite. A later
+    `fit` of the same callback, and a run that resumes, add to it, maybe an epoch again.
 
     Args:
-        path: The file or directory; it is overwritten, and created.
+        path: `log.csv`, `log.jsonl`, or a directory for TensorBoard; overwritten if it
+            exists.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

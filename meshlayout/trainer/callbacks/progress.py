@@ -89,10 +89,9 @@ class _Notebook:
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
-    Each epoch gets a line: its values, its duration, the remaining time, and the
-    examples per second without validation, as far as they fit the terminal. Terminals
-    and notebooks also show a bar while an epoch runs, with the newest values that the
-    device has computed; it never waits for any.
+    Each epoch gets a line: its values, duration, the time left, and the examples per
+    second without validation, as far as they fit the terminal. Terminals and notebooks
+    also show a bar, with the newest values that the device has computed.
 
     Args:
         console: A `rich` console; by default standard output, or a notebook's cell.

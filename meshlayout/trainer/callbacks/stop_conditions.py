@@ -24,13 +24,11 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
-        patience: The number of epochs in a row without improvement after which training
-            stops.
+        patience: After how many epochs without improvement training stops.
         min_delta: How much better than the best a value must be to count.
-        mode: `"min"` or `"max"`: whether lower or higher values are better.
-        restore_best: Whether to restore the model's arrays, and their moving average,
-            of the best epoch at the end of training, stopped or not. They are copied
-            on the devices at each better epoch. The state must be a `TrainState`.
+        mode: `"min"` or `"max"`: which values are better; by default lower losses.
+        restore_best: Whether `fit` ends with the parameters, other arrays of the model
+            and moving average of the best epoch, of which the devices hold a copy.
     """
 
     def __init__(
@@ -39,13 +37,16 @@ class EarlyStopping(Callback):
         *,
         patience: int = 1,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         restore_best: bool = False,
     ) -> None:
         name = type(self).__name__
         self._patience = _checks.count("patience", patience, where=name)
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
-        _checks.choice("mode", mode, ("min", "max"), where=name)
+        if mode is None and not monitor.endswith("loss"):
+            msg = f"{name}({monitor!r}): say mode='max' if higher values are better,"
+            raise MeshLayoutError(f"{msg} or mode='min'.")
+        mode = _checks.choice("mode", mode or "min", ("min", "max"), where=name)
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._restore_best = restore_best
         self._weights: dict[str, Any] = {}  # copies of the best ones
@@ -97,9 +98,8 @@ class EarlyStopping(Callback):
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
-    It checks the mean of the epoch so far, which stays NaN once it is NaN. It never
-    waits: a value is checked once the device has computed it, some steps later; on
-    several processes four checks later, so that all stop after the same step.
+    It checks the mean of the epoch so far, and does not wait for it: training stops
+    some steps later, on several processes after the same step.
 
     Args:
         monitor: The name of the value.

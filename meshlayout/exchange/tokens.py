@@ -1,0 +1,242 @@
+"""`dispatch`: tokens go to the devices of their experts, and results come back.
+
+To sort tokens by expert the compiler gathers all of them, or all experts, on every
+device. Here each device sorts its own tokens and exchanges them in buckets, of one
+static size for each pair of devices. What overflows a bucket goes in later rounds of
+the same size, which are skipped if no device needs them: nothing is dropped however
+uneven the load is, and memory and bytes are those of an even one.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshlayout import _checks, _jax
+from meshlayout._annotations import PyTree
+from meshlayout._batches import batch_axes
+from meshlayout.arrays.placement import array_text
+from meshlayout.errors import LayoutError
+from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.mesh import Mesh
+
+
+# Buckets are so much larger than an even load fills: it never is quite even.
+_SLACK = 1.25
+
+
+@_checks.user_call
+def dispatch(
+    x: jax.Array,
+    expert_index: jax.Array,
+    weights: jax.Array,
+    expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    params: PyTree,
+    *,
+    axis: str,
+    capacity: int | None = None,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+) -> jax.Array:
+    """Returns the weighted sum of what each token's experts make of it.
+
+    Exactly that of one device, in value and gradient. Experts are spread over a mesh
+    axis, rows of the batch over it and the batch's axes; one all-to-all takes tokens to
+    their experts, one brings results back. Use this after a model's router. The mesh is
+    that of the step, or of `jax.set_mesh`; without one, or on one without such an axis,
+    nothing is sent. Rows that do not divide are padded.
+
+    Args:
+        x: Tokens: (batch, length, features), or (tokens, features) without capacity.
+        expert_index: Each token's experts, int: (batch, length, choices). A number that
+            is no expert's, such as -1 for padding, adds nothing.
+        weights: What results are multiplied by, shaped as `expert_index`.
+        expert_fn: Takes the parameters of some experts, rows (n, features) sorted by
+            expert and how many each has, int32 (experts,); returns (n, features), as
+            `jax.lax.ragged_dot` does. Rows beyond the last expert's are not used.
+        params: A tree of arrays, stacked over all experts along their first dim.
+        axis: The mesh axis that this dim is sharded over.
+        capacity: How many tokens of one row of the batch an expert takes, all by
+            default. Others add nothing: first choices come before second ones, each in
+            the order of the row (GShard, Lepikhin et al. 2020).
+        mesh: The mesh, where nothing else says it.
+
+    Returns:
+        An array of the tokens' shape, with the features and the dtype of the results.
+
+    Raises:
+        LayoutError: If shapes or dtypes do not fit each other, or the number of experts
+            does not divide among the devices.
+        MeshError: If this is called inside `shard_map` over the axis.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
+        >>> x, kernels = jnp.ones((8, 3, 5)), jnp.ones((8, 5, 2))
+        >>> index = jnp.arange(8 * 3 * 2).reshape(8, 3, 2) % 8
+        >>> def experts(kernels, rows, group_sizes):
+        ...     return jax.lax.ragged_dot(rows, kernels, group_sizes)
+        >>> y = dispatch(
+        ...     x, index, index / 2, experts, kernels, axis="expert", mesh=mesh
+        ... )
+        >>> y.shape, y[0, :2].tolist()
+        ((8, 3, 2), [[2.5, 2.5], [12.5, 12.5]])
+    """
+    mesh_axis = find_axis(axis, mesh, "dispatch")
+    num_experts = _checked_experts(params, mesh_axis)
+    _checks.function("expert_fn", expert_fn, "params", "rows", "group_sizes")
+    x, index, weights = map(jnp.asarray, (x, expert_index, weights))
+    is_flat = x.ndim == index.ndim == 2
+    if capacity is not None:
+        capacity = _checks.count("capacity", capacity, at_least=1, where="dispatch")
+    fact = ""
+    if x.ndim != 3 and not is_flat:
+        fact = "tokens must have the shape (batch, length, features)"
+    elif index.shape != weights.shape or index.shape[:-1] != x.shape[:-1]:
+        fact = "expert_index and weights must have the shape (batch, length, choices)"
+    elif not jnp.issubdtype(index.dtype, jnp.integer):
+        fact = "expert_index must hold integers; lax.top_k returns them after weights"
+    elif capacity is not None and is_flat:
+        fact = "capacity is for each row of a batch: give (batch, length, features)"
+    if fact:
+        arrays = zip(("x", "expert_index", "weights"), (x, index, weights), strict=True)
+        got = ", ".join(array_text(name, a) for name, a in arrays)
+        raise LayoutError(f"dispatch: {fact}, got {got}.")
+    index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
+    tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
+    exchange = _Exchange(mesh_axis, num_experts, capacity, expert_fn)
+    y = _on_shards(exchange, tokens, params)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
+    """Returns how many experts the parameters are stacked over."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    count, *others = {shape[0] if shape else None for shape in shapes} or {None}
+    if others or count is None:
+        msg = "dispatch: all params must be stacked over the experts in their first dim"
+        raise LayoutError(f"{msg}, got {', '.join(map(str, shapes)) or 'none'}.")
+    if axis is not None and count % axis.size:
+        below = count // axis.size * axis.size
+        fits = " and ".join(str(n) for n in (below, below + axis.size) if n)
+        msg = f"dispatch: {count} experts do not divide among the {axis.size} devices"
+        raise LayoutError(f"{msg} of mesh axis {axis.name!r}. Nearest: {fits}.")
+    return count
+
+
+def _on_shards(exchange: "_Exchange", tokens: list[Any], params: Any) -> jax.Array:
+    """Runs an exchange, with rows sharded over its axis and those of batches."""
+    axis = exchange.axis
+    if axis is None:
+        return exchange.run(*tokens, params)
+    manual = _jax.manual_axis_sizes()
+    axes = tuple(name for name in batch_axes(axis.mesh) if name not in manual)
+    axes = axes if axis.name in axes else (*axes, axis.name)
+    num_rows = len(tokens[0])
+    padding = -num_rows % math.prod(axis.mesh.shape[name] for name in axes)
+    if padding:
+        pads = [(0, padding), (0, 0), (0, 0)]
+        values = zip(tokens, (0, exchange.num_experts, 0), strict=True)
+        tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
+    rows = PartitionSpec(axes)
+    specs = (rows, rows, rows, PartitionSpec(axis.name))
+    return axis.shard_map(exchange.run, specs, rows, *axes)(*tokens, params)[:num_rows]
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """How one device's tokens meet their experts; without an axis, all are here."""
+
+    axis: MeshAxis | None
+    num_experts: int
+    capacity: int | None
+    expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+    def run(self, *operands: Any) -> jax.Array:
+        """Returns the weighted sums for the rows of one device, (rows, length, ...)."""
+        x, index, weights, params = operands
+        num_rows, length, choices = index.shape
+        size = 1 if self.axis is None else self.axis.size
+        bucket = index.size
+        if self.capacity is not None:
+            limits = {"capacity": self.capacity, "num_experts": self.num_experts}
+            index = jax.vmap(functools.partial(_within_capacity, **limits))(index)
+            bucket = min(bucket, num_rows * self.capacity * self.num_experts // size)
+        elif size > 1:
+            bucket = min(bucket, math.ceil(_SLACK * bucket / size))
+        x, weights = (a.reshape(-1, a.shape[-1]) for a in (x, weights))
+        ids = index.ravel()
+        order = jnp.argsort(ids, stable=True)
+        counts = jnp.bincount(ids, length=self.num_experts).reshape(size, -1)
+        received = self._exchanged(counts)  # from each device, for each expert here
+        sent = counts.sum(1)
+        start = jnp.cumsum(sent) - sent  # of those for each device, in this order
+        device = jnp.minimum(ids * size // self.num_experts, size - 1)
+        place = jnp.argsort(order) - start[device]
+
+        def visit(number: Any) -> jax.Array:
+            slots = number * bucket + jnp.arange(bucket)[None]
+            is_sent = slots < sent[:, None]
+            taken = order.at[start[:, None] + slots].get(mode="clip") // choices
+            rows = jnp.where(is_sent[..., None], x[taken], 0)
+            results = self._computed(params, rows, slots, received)
+            is_here = (place // bucket == number) & (ids < self.num_experts)
+            slot = jnp.where(is_here, device * bucket + place % bucket, 0)
+            # A row that no expert has had may hold anything, NaN too.
+            results = jnp.where(is_here[:, None], results[slot], 0)
+            results = results.reshape(-1, choices, results.shape[-1])
+            return jnp.einsum("tkd,tk->td", results, weights).astype(results.dtype)
+
+        def visit_later(y: jax.Array, number: Any) -> tuple[jax.Array, None]:
+            is_needed = number * bucket < most
+            return jax.lax.cond(is_needed, lambda: y + visit(number), lambda: y), None
+
+        y = visit(0)
+        later = jnp.arange(1, -(-ids.size // bucket))
+        if self.capacity is None and later.size:
+            # All devices together take part in a round, or skip it. The backward pass
+            # computes it again: what each round keeps would take memory, used or not.
+            most = jax.lax.pmax(sent.max(), tuple(_jax.manual_axis_sizes()))
+            scan = functools.partial(jax.lax.scan, jax.checkpoint(visit_later), y)
+            y = jax.lax.cond(most > bucket, lambda: scan(later)[0], lambda: y)
+        return y.reshape(num_rows, length, -1)
+
+    def _computed(self, params: Any, rows: Any, slots: Any, received: Any) -> jax.Array:
+        """Returns what experts make of rows (devices, bucket, features), as a list."""
+        shape = rows.shape[:2]
+        rows = self._exchanged(rows).reshape(-1, rows.shape[-1])
+        if self.axis is None:
+            return self._applied(params, rows, received[0])
+        # Each device's are sorted by expert; now all are, together.
+        ends = jnp.cumsum(received, axis=1)[:, None]
+        ids = (slots[..., None] >= ends).sum(-1).ravel()
+        order = jnp.argsort(ids, stable=True)
+        sizes = jnp.bincount(ids, length=ends.shape[-1])
+        results = self._applied(params, rows[order], sizes)[jnp.argsort(order)]
+        return self._exchanged(results.reshape(*shape, -1)).reshape(len(rows), -1)
+
+    def _applied(self, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        results = self.expert_fn(params, rows, sizes.astype("int32"))
+        if jnp.ndim(results) != 2 or len(results) != len(rows):
+            msg = f"dispatch: expert_fn must return ({len(rows)}, features) for rows "
+            raise LayoutError(f"{msg}{rows.shape}, got {jnp.shape(results)}.")
+        return results
+
+    def _exchanged(self, x: jax.Array) -> jax.Array:
+        """Sends entry i to device i of the axis; returns what all sent here."""
+        name = None if self.axis is None else self.axis.name
+        return x if name is None else jax.lax.all_to_all(x, name, 0, 0, tiled=True)
+
+
+def _within_capacity(index: jax.Array, capacity: int, num_experts: int) -> jax.Array:
+    """Returns the experts of one row's tokens, none for those above capacity."""
+    ids = index.T.ravel()  # first choices before second ones
+    counts = jnp.bincount(ids, length=num_experts + 1)
+    rank = jnp.argsort(jnp.argsort(ids, stable=True))
+    rank -= (jnp.cumsum(counts) - counts)[ids]
+    kept = jnp.where(rank < capacity, ids, num_experts)
+    return kept.reshape(index.T.shape).T
