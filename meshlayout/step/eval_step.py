@@ -85,10 +85,8 @@ class EvalStep(StateStep):
 
         @jax.jit
         def measure(state: TrainState, batch: Batch) -> Metrics:
-            _, denominator = loss.denominators(batch)
-            parts, (_, values, outputs) = loss.parts(
-                state, batch, state.rng, denominator
-            )
+            _, total = loss.denominators(batch)
+            parts, (_, values, outputs) = loss.parts(state, batch, state.rng, total)
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
             weight = loss.total_weight(batch)
