@@ -7,6 +7,7 @@ step that loads it traces and lowers as ever, and compares: no other program can
 import contextlib
 import copy
 import difflib
+import importlib.metadata
 import os
 import zipfile
 import zlib
@@ -193,7 +194,7 @@ def _text_of(program: Any, lowered: jax.stages.Lowered) -> str:
 
 def _key() -> str:
     """Returns what a program is compiled for, besides its text."""
-    device, compiled = jax.devices()[0], jax.lib.__version__
+    device, compiled = jax.devices()[0], importlib.metadata.version("jaxlib")
     where = f"{device.device_kind}, processes: {process_count()}"
     versions = f"jax {jax.__version__}\njaxlib {compiled}"
     return f"{versions}\n{device.client.platform_version.strip()}\n{where}"
