@@ -58,8 +58,7 @@ class Checkup:
     @property
     def wrong(self) -> list[str]:
         """What makes programs fail, hang or run elsewhere, and how to mend it."""
-        parts = self._wrong_versions(), self._wrong_devices(), self._wrong_network()
-        return [sentence for part in parts for sentence in part]
+        return [*self._wrong()]
 
     @property
     def advice(self) -> list[str]:
@@ -95,7 +94,7 @@ class Checkup:
         notes = [*wrong, *(f"advice: {x}" for x in self.advice)]
         return _render.text_table(["", "here"], rows, notes=notes)
 
-    def _wrong_versions(self) -> Iterator[str]:
+    def _wrong(self) -> Iterator[str]:
         versions, current = self.versions, self.versions.get("jax", "")
         for name in ("jaxlib", *_WHEELS):
             numbers, other = _numbers(current), versions.get(name, current)
@@ -110,9 +109,15 @@ class Checkup:
         for extra in self.needs:
             for name in (x for x in _EXTRAS[extra] if x not in versions):
                 yield f"{name} is not installed: pip install 'meshlayout[{extra}]'."
-
-    def _wrong_devices(self) -> Iterator[str]:
-        environment, version = self.environment, self.versions.get("jax", "")
+        environment = self.environment
+        variables = {name.lower(): x for name, x in sorted(environment.items())}
+        address = split_address(environment.get("JAX_COORDINATOR_ADDRESS"))
+        names = [f"{x}_proxy" for x in ("grpc", "https", "http")]
+        names = [name for name in names if variables.get(name)]
+        direct = [variables.get(x, "") for x in ("no_grpc_proxy", "no_proxy")]
+        if address and names and address[0] not in re.split("[ ,]+", ",".join(direct)):
+            fix = f"add {address[0]} to no_proxy, or call ml.initialize(), which does"
+            yield f"{names[0]} is a proxy before the coordinator: {fix}."
         setting = environment.get("JAX_PLATFORMS", "")
         if self.failure:
             fix = f"asked for by JAX_PLATFORMS={setting}: unset it, or install them"
@@ -129,27 +134,17 @@ class Checkup:
             elif kind == "gpu" and hidden:
                 fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
             elif self.versions.keys().isdisjoint(names):
-                fix = f"it has no plugin: pip install 'jax[{extra}]=={version}'"
+                fix = f"it has no plugin: pip install 'jax[{extra}]=={current}'"
             yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
         count, asked = len(self.devices), self.asked_devices
         if asked not in (0, count):
             call = f"ml.virtual_devices({asked}) before any other use of JAX"
             yield f"{asked} virtual devices came too late: restart, and call {call}."
         threads = environment.get("NPROC", "") or str(self.cores)
-        is_old = _numbers(version)[:2] < [0, 12]  # jaxlib 0.12 has no such deadlock
+        is_old = _numbers(current)[:2] < [0, 12]  # jaxlib 0.12 has no such deadlock
         if count > 1 and is_old and threads.isdecimal() and int(threads) < 2 * count:
             fix = f"set NPROC={2 * count} before JAX starts, or call ml.virtual_devices"
             yield f"{count} CPU devices can deadlock on {threads} threads: {fix}."
-
-    def _wrong_network(self) -> Iterator[str]:
-        variables = {name.lower(): x for name, x in sorted(self.environment.items())}
-        address = split_address(variables.get("jax_coordinator_address"))
-        names = [f"{x}_proxy" for x in ("grpc", "https", "http")]
-        names = [name for name in names if variables.get(name)]
-        direct = [variables.get(x, "") for x in ("no_grpc_proxy", "no_proxy")]
-        if address and names and address[0] not in re.split("[ ,]+", ",".join(direct)):
-            fix = f"add {address[0]} to no_proxy, or call ml.initialize(), which does"
-            yield f"{names[0]} is a proxy before the coordinator: {fix}."
 
 
 @_checks.user_call
