@@ -324,7 +324,7 @@ def test_without_its_compiler_a_topology_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(chips._jax, "described_devices", absent)
     command = re.escape(f"pip install 'jax[tpu]=={jax.__version__}'")
     with pytest.raises(ml.errors.MeshError, match=command):
-        planned(topology="v5e:2x4")
+        planned(topology="v6e:8x16")
 
 
 def test_a_model_that_cannot_be_traced_gives_its_own_error():

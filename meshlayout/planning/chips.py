@@ -4,6 +4,7 @@ All constants of the estimates are in `CHIPS`, from the makers' pages. A device 
 JAX counts as one: on v4, half a chip.
 """
 
+import functools
 import math
 import os
 import re
@@ -97,6 +98,7 @@ _VARIABLES = {
 }
 
 
+@functools.cache  # so that meshes of one topology are equal
 def describe_devices(topology: str) -> list[_jax.Device]:
     """Returns devices that are not here, to make a mesh of and to compile for.
 

@@ -182,7 +182,7 @@ class Ranking:
 
     def _table(self) -> tuple[list[str], list[list[str]], str]:
         headers = ["topology", "mesh", "layouts", "memory", "step", "bound"]
-        headers += ["examples/s", "MFU", "sent", ""]
+        headers += ["examples per s", "MFU", "sent", ""]
         return headers, [row._cells() for row in self.rows], "llllrlrrll"
 
     def _notes(self) -> list[str]:

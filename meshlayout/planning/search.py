@@ -166,6 +166,10 @@ class _Search:
                 for row in self._proposals(target, candidates):
                     with _checks.noted(f"while plan traces the candidate '{row}'"):
                         rows += self._estimates(row)
+            if not rows:
+                fact = f"plan: no candidate is for {', '.join(self.targets)}"
+                fix = "Give functions of a mesh, or layout maps on one of these devices"
+                raise MeshLayoutError(f"{fact}. {fix}.")
             rows.sort(key=_order)
             seconds = time.monotonic() - start
             self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
