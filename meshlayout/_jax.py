@@ -33,11 +33,10 @@ from jax._src.array import ArrayImpl
 from jax._src.interpreters import batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax._src.lib import xla_client
-from jax.experimental import (
-    mesh_utils,
-    multihost_utils,
-    serialize_executable,
-    topologies,
+from jax.experimental import mesh_utils, multihost_utils, topologies
+from jax.experimental.serialize_executable import (
+    deserialize_and_load as deserialize_and_load,
+    serialize as serialize,
 )
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -602,20 +601,14 @@ def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
     return text, program.get_compiled_memory_stats()
 
 
-def save_executable(lowered: jax.stages.Lowered, platform: str) -> bytes:
-    """Compiles a program, and returns it as bytes; tests/test_planning.py loads them.
-
-    XLA cannot save a CPU program that JAX's cache had: this one is compiled anew.
-    """
-    if platform != "cpu":
-        return serialize_executable.serialize(lowered.compile())[0]
-    is_enabled = jax.config.jax_enable_compilation_cache
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compiles anew inside: JAX looks at the setting once, unless it is reset."""
+    setting = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     try:
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
-        compilation_cache.reset_cache()  # which looks at the setting once
-        # With an option, if by its default, it is no program that JAX remembers.
-        compiled = lowered.compile({"xla_dump_hlo_as_text": False})
-    finally:
-        jax.config.update("jax_enable_compilation_cache", is_enabled)
         compilation_cache.reset_cache()
-    return serialize_executable.serialize(compiled)[0]
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", setting)
+        compilation_cache.reset_cache()

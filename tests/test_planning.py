@@ -37,10 +37,7 @@ def new_state(**axes):
 
 
 def steps_of(folder, load):
-    """Runs three kinds of steps twice, and returns what they measure, and compile.
-
-    Their programs are loaded from files, or saved there after the first call.
-    """
+    """Runs steps from files, or saves them; returns what they measure and compile."""
     compiled, results = [], []
 
     def noted(event, _, **facts):
@@ -86,12 +83,10 @@ def test_another_process_runs_saved_steps_without_compiling(tmp_path, count):
     else:
         saved = run_processes(count, steps_of, str(tmp_path), False, **options)
     loaded = run_processes(count, steps_of, str(tmp_path), True, **options)
-    for (expected, compiled), (results, compiled_again) in zip(
-        saved, loaded, strict=True
-    ):
+    assert len(saved) == len(loaded) == count
+    for (expected, compiled), (results, again) in zip(saved, loaded, strict=True):
         assert compiled != []
-        assert compiled_again == []
-        assert results == expected
+        assert (results, again) == (expected, [])
 
 
 def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
@@ -109,9 +104,9 @@ def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
     assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
 
 
-def test_another_program_is_an_error_that_says_what_differs(tmp_path):
+def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatch):
     path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
-    with pytest.raises(ml.errors.StepError, match="the step was not called"):
+    with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
         step.save_compiled(path)
     step(new_state(), BATCH)
     step.save_compiled(path)
@@ -120,24 +115,21 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path):
     elsewhere = ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(devices))
     for other, given, words in [
         (double, state, "stablehlo.constant"),
-        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]"),
+        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]. Save"),
     ]:
         other.load_compiled(path)
         with pytest.raises(ml.errors.StepError) as caught:
             other(given, BATCH)
-        assert "another program than this step's (- saved, + now): " in str(
-            caught.value
-        )
+        assert "another program than this one (- saved, + here): " in str(caught.value)
         assert words in str(caught.value)
         assert not given.step.is_deleted()
-    header, rest = path.read_bytes().split(b"\n", 1)
-    for fact, value in {"jax": "0.1.0", "devices of the kind": "TPU v9"}.items():
-        changed = json.dumps({**json.loads(header), fact: value}).encode()
-        path.write_bytes(changed + b"\n" + rest)
-        with pytest.raises(ml.errors.StepError, match=f"for {fact} {value}, and here"):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.1.0")
+        with pytest.raises(ml.errors.StepError, match=r"jax 0\.1\.0\. Save it"):
             step.load_compiled(path)
-    for content in (b"", b"{}\n", header, header + b"\n" + rest[:-9]):
-        path.write_bytes(content)
+    content = path.read_bytes()
+    for damaged in (b"", content[:-99], content[:500] + b"00" + content[502:]):
+        path.write_bytes(damaged)
         with pytest.raises(ml.errors.StepError, match="or it is damaged"):
             step.load_compiled(path)
 
@@ -146,13 +138,7 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path):
 
 
 def test_topologies_that_do_not_exist_name_those_that_do():
-    with pytest.raises(ml.errors.MeshError) as caught:
-        ml.planning.describe_devices("v5e:4x5")
-    assert str(caught.value) == (
-        "there is no topology 'v5e:4x5'. Did you mean 'v5e:4x8'? There are v5e:1x1, "
-        "v5e:2x2, v5e:2x4, v5e:4x4, v5e:4x8, v5e:8x8, v5e:8x16, v5e:16x16."
-    )
-    for text in ("", "v9:2x2", "h100:3", None, 8):
+    for text in ("", "v9:2x2", "h100:3", "v5e:4x5", None, 8):
         with pytest.raises(ml.errors.MeshError, match="there is no topology"):
             ml.planning.describe_devices(text)
 
@@ -168,89 +154,65 @@ def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
     assert str(caught.value).endswith(f"If it is not installed, {line}.")
 
 
-def test_refusals_for_memory_say_by_how_much():
-    text = (
-        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
-    )
-    text += "HLO temporaries (17.91G) exceeds available HBM (15.75G)."
-    assert chips.memory_refusal(RuntimeError(text)) == (17.91 * 2**30, 15.75 * 2**30)
-    text = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
-    text += "Used 20.00G of 15.75G hbm. Exceeded hbm capacity by 4.25G."
-    assert chips.memory_refusal(RuntimeError(text)) == (20 * 2**30, 15.75 * 2**30)
-    assert chips.memory_refusal(RuntimeError("INVALID_ARGUMENT")) is None
-
-
-@pytest.mark.parametrize("is_abstract", [True, False])
-def test_a_step_is_compiled_for_a_slice_with_its_reports(is_abstract):
+def test_a_step_is_compiled_for_a_slice_with_its_reports():
     pytest.importorskip("libtpu")
-    state = new_state(batch=4, model=2)
-    batch = BATCH
-    if is_abstract:
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        batch = jax.eval_shape(lambda: BATCH)
+    state, batch = new_state(batch=4, model=2), BATCH
     step = ml.make_train_step(squares)
-    program = step.compile_for("v5e:2x4", state, batch)
-    assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
-    assert program.mesh.platform == "tpu"
-    assert program.communication["all_reduce"] == 1
-    assert program.cost.flops == step.cost(state, batch).flops
-    assert program.memory.parameter_bytes == 40
-    assert "all_reduce" in str(program)
+    layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 4, "model": 2}))
+    described = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
+    for args in [(state, batch), (described, jax.eval_shape(lambda: batch))]:
+        program = step.compile_for("v5e:2x4", *args)
+        assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
+        assert program.mesh.platform == "tpu"
+        assert program.communication["all_reduce"] == 1
+        assert program.cost.flops == step.cost(state, batch).flops
+        assert program.memory.parameter_bytes == 40
+        assert "all_reduce" in str(program)
+    assert dict(step.compile_for("v5e:4x4", state, batch).mesh.shape)["batch"] == 8
+    here = ml.create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4])
+    program = step.compile_for(here, state, batch)
+    assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
 
 
-def test_a_step_is_compiled_for_a_mesh_that_is_here():
-    step = ml.make_train_step(squares)
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    program = step.compile_for(mesh, new_state(), BATCH)
-    assert program.mesh == mesh
-    assert program.communication["all_reduce"] == 1
+def test_a_program_that_does_not_fit_says_by_how_much():
+    pytest.importorskip("libtpu")
+    large = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "float32")}
+    step = ml.compile_step(lambda state, x: ({"w": state["w"] @ state["w"]}, x))
+    with pytest.raises(ml.errors.StepError, match="GiB on each device"):
+        step.compile_for("v5e:1x1", large, BATCH)
 
 
 # The doctor.
 
 
-WELL = checkup.Machine(
-    versions={"jax": "0.10.2", "jaxlib": "0.10.2"},
-    environment={},
-    platform="cpu",
-    devices=["cpu"],
-    cache="/cache",
-    data_directory="/data",
-    cores=2,
-)
+JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], cache="/c", data="/d", cores=2)
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
-GPU = {"hardware": ["gpu"], "importable": ["jax_plugins.xla_cuda13"]}
-
-
-def wrong(needs=(), **changes):
-    return [*checkup.wrong_of(dataclasses.replace(WELL, **changes), needs)]
-
-
-def versions(**others):
-    return {"versions": WELL.versions | others}
+GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
+TPU = {"versions": JAX | {"libtpu": "0.0.5"}, "libtpu_pin": "0.0.42"}
+DEAD = {"platform": "", "devices": [], "failure": "none."}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("words", "changes"),
     [
-        (versions(jaxlib="0.9.0"), "pip install 'jaxlib==0.10.2'"),
-        (versions(jaxlib="0.10.3"), "jax 0.10.2 and jaxlib 0.10.3 do not fit"),
-        (versions(**{"jax-cuda12-pjrt": "0.8.1"}), "install 'jax[cuda12]==0.10.2'"),
-        (versions(libtpu="0.0.5") | {"libtpu_pin": "0.0.42"}, "made for libtpu 0.0.42"),
-        (GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}, "JAX_PLATFORMS=cpu asks"),
-        (GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "VISIBLE_DEVICES hides"),
-        (GPU, "this machine has a GPU, but JAX uses the CPU; another process may"),
-        ({"hardware": ["tpu"]}, "has no plugin: pip install 'jax[tpu]==0.10.2'"),
-        ({"platform": "", "devices": [], "failure": "none."}, "no devices (none)"),
-        ({"asked_devices": 8}, "8 virtual CPU devices were asked for too late"),
-        ({"devices": ["cpu"] * 8}, "set NPROC=16 before JAX starts"),
-        ({"environment": PROXY}, "add 10.0.0.1 to no_proxy"),
+        ("pip install 'jaxlib==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
+        ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
+        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-pjrt": "0.8.1"}}),
+        ("is made for libtpu 0.0.42", TPU),
+        ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
+        ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
+        ("this machine has a GPU, but JAX uses the CPU; another process", GPU),
+        ("has no plugin: pip install 'jax[tpu]==0.10.2'", {"hardware": ["tpu"]}),
+        ("JAX starts no devices (none); look at what", DEAD),
+        ("8 virtual devices came too late", {"asked_devices": 8}),
+        ("set NPROC=16 before JAX starts", {"devices": ["cpu"] * 8}),
+        ("add 10.0.0.1 to no_proxy", {"environment": PROXY}),
+        ("pip install 'meshlayout[checkpoint]'", {"needs": ["checkpoint"]}),
     ],
 )
-def test_what_is_wrong_is_said_with_what_mends_it(changes, words):
-    [sentence] = wrong(**changes)
+def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
+    [sentence] = dataclasses.replace(WELL, **changes).wrong
     assert words in sentence
     assert sentence.endswith(".")
 
@@ -259,73 +221,52 @@ def test_what_is_wrong_is_said_with_what_mends_it(changes, words):
     "changes",
     [
         {},
-        versions(libtpu="0.0.42.1") | {"libtpu_pin": "0.0.42"},
+        TPU | {"libtpu_pin": "0.0.5"},
         {"platform": "gpu", "hardware": ["gpu"]},
         {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
         {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
         {"environment": {"https_proxy": "http://proxy:3128"}},
+        {"needs": ["ray"], "versions": JAX | {"ray": "2", "cloudpickle": "3"}},
     ],
 )
 def test_nothing_is_wrong_with_a_machine_that_works(changes):
-    assert wrong(**changes) == []
-    assert [*checkup.advice_of(dataclasses.replace(WELL, **changes))] == []
+    machine = dataclasses.replace(WELL, **changes)
+    assert (machine.wrong, machine.advice) == ([], [])
 
 
 def test_what_could_be_better_is_advice():
-    slow = {"cache": "", "data_directory": "", "environment": {"NPROC": "64"}}
-    advice = [*checkup.advice_of(dataclasses.replace(WELL, **slow))]
+    slow = {"cache": "", "data": "", "environment": {"NPROC": "64"}}
+    advice = dataclasses.replace(WELL, **slow).advice
     for line, name in zip(advice, ("NPROC", "JAX_COMP", "TFDS_DATA"), strict=True):
         assert name in line
 
 
-def test_extras_are_missing_only_where_they_are_asked_for():
-    assert wrong(importable=["orbax.checkpoint"], needs=["checkpoint"]) == []
-    assert wrong(importable=["cloudpickle"], needs=["data", "checkpoint"]) == [
-        "grain is not installed: pip install 'meshlayout[data]'.",
-        "orbax.checkpoint is not installed: pip install 'meshlayout[checkpoint]'.",
-    ]
+def test_the_checkup_of_this_machine_is_a_table_and_json():
     with pytest.raises(ml.MeshLayoutError, match="Did you mean 'data'"):
         ml.doctor(needs=["dta"])
-
-
-def test_the_checkup_of_this_machine_is_a_table_and_json():
     result = ml.doctor()
-    assert result.machine.platform == "cpu"
     assert 'ml.create_mesh({"batch": 8})' in str(result)
-    assert "jaxlib" in result._repr_html_()
     assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
-    hosts = {"platform": "gpu", "devices": ["H100"] * 8, "num_processes": 2}
-    on_hosts = checkup.Checkup(dataclasses.replace(WELL, **hosts), (), ()).mesh
-    assert on_hosts == 'ml.create_mesh({"replica": 2, "fsdp": -1}, dcn="replica")'
 
 
 # The command line.
 
 
 def run(*arguments, **variables):
-    """Runs the command in a process; returns its status, output and errors."""
+    """Runs the command in a process; returns its status and output."""
     program = [sys.executable, "-m", "meshlayout", *map(str, arguments)]
-    environment = os.environ | variables
-    result = subprocess.run(
-        program, capture_output=True, text=True, check=False, env=environment
-    )
-    return result.returncode, result.stdout, result.stderr
+    options = {"stdout": subprocess.PIPE, "text": True, "check": False}
+    result = subprocess.run(program, env=os.environ | variables, **options)
+    return result.returncode, result.stdout
 
 
 def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(checkup, "_machine_here", lambda: WELL)
+    monkeypatch.setattr(command_line, "doctor", lambda needs: WELL)
     assert command_line.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == []
-    assert command_line.main(["doctor", "--needs", "ray"]) == 1
-    assert "wrong: ray is not installed" in capsys.readouterr().out
-    assert command_line.main(["doctor", "--needs", "nothing"]) == 1
-    assert capsys.readouterr().err.startswith("meshlayout doctor: doctor: needs must")
-
-
-def test_the_doctor_reports_where_jax_does_not_start():
-    status, out, _ = run("doctor", JAX_PLATFORMS="cuda")
+    status, text = run("doctor", JAX_PLATFORMS="cuda")
     assert status == 1
-    assert "JAX_PLATFORMS=cuda asks for them: unset it" in out
+    assert "asked for by JAX_PLATFORMS=cuda: unset it" in text
 
 
 def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
@@ -354,13 +295,11 @@ import jax, optax, meshlayout as ml
 from flax import nnx
 
 def problem():
+    batch = jax.ShapeDtypeStruct((8, 8), "float32")
     return {
-        "build": lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
-        "loss_fn": lambda model, batch: model(batch) ** 2,
-        "batch": jax.ShapeDtypeStruct((8, 8), "float32"),
-        "optimizer": optax.sgd(0.1),
-        "topology": ml.create_mesh(),
-        "budget_s": 0,
+        "build": lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "batch": batch,
+        "loss_fn": lambda model, x: model(x) ** 2, "optimizer": optax.sgd(0.1),
+        "topology": ml.create_mesh(), "budget_s": 0,
     }
 """
 
@@ -382,12 +321,10 @@ def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypa
 def test_launch_is_a_sub_command_that_loads_no_jax(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print('number', os.environ['JAX_PROCESS_ID'])")
-    status, out, _ = run("launch", "--json", "-n", "2", script)
+    status, out = run("launch", "--json", "-n", "2", script)
     *lines, facts = out.splitlines()
     assert sorted(lines) == ["[0] number 0", "[1] number 1"]
     assert (status, json.loads(facts)["exit_status"]) == (0, 0)
-    program = (
-        "import sys, meshlayout.__main__; print({'jax', 'numpy'} & {*sys.modules})"
-    )
+    program = "import sys, meshlayout.__main__; print('jax' in sys.modules)"
     result = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert result == "set()\n"
+    assert result == "False\n"

@@ -8,10 +8,8 @@ import contextlib
 import copy
 import difflib
 import importlib.metadata
-import json
-import math
 import os
-import re
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ class CompiledProgram:
     communication: Communication
 
     def __repr__(self) -> str:
-        head = f"program for {self.mesh!r}, {self.cost.flops:.3g} FLOPs in all"
-        return "\n".join([head, str(self.memory), str(self.communication)])
+        return "\n".join(map(str, list(vars(self).values())[1:]))
 
 
 @_checks.user_call
@@ -55,8 +52,7 @@ def compile_for(
     Args:
         step: A made or compiled step.
         target: A topology, as `"v5e:4x4"`, for the axes of the state's mesh, of which
-            the first takes what is left; or a mesh with these axes, also one of
-            `describe_devices`.
+            the first takes what is left; or a mesh with these axes.
         *args: What the step takes, abstract or not, on any mesh: the specs count.
 
     Raises:
@@ -67,7 +63,12 @@ def compile_for(
     layouts = [
         x if isinstance(x, NamedSharding) else None for x in map(layout_of, leaves)
     ]
-    mesh = _mesh_for(target, next((dict(x.mesh.shape) for x in layouts if x), {}))
+    axes = next((dict(x.mesh.shape) for x in layouts if x), {"batch": 0})
+    if isinstance(target, str):
+        axes |= {next(iter(axes)): -1}
+        mesh = create_mesh(axes, devices=describe_devices(target))
+    else:
+        mesh = as_mesh(target)
     # A batch from the host has no layout: the step gives it one.
     whole, num_state = mesh.layout(...).sharding, len(jax.tree.leaves(args[:1]))
     for index, layout in enumerate(layouts):
@@ -77,8 +78,10 @@ def compile_for(
         elif index < num_state:
             layouts[index] = whole
     args = treedef.unflatten(map(_abstract, leaves, layouts))
-    try:
-        compiled = step.lower(*args).compile()
+    try:  # JAX's cache cannot read programs for devices that are not here
+        with _jax.without_compilation_cache():
+            compiled = step.lower(*args).compile()
+            reports = step.cost(*args), step.memory(*args), step.communication(*args)
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
             raise
@@ -86,18 +89,7 @@ def compile_for(
         fact = f"the step does not fit {mesh!r}: it needs {needed} of {available}"
         fix = "Shard the state further, or take remat= or accumulate=."
         raise StepError(f"{fact} on each device. {fix}") from error
-    # JAX keeps the program, and compiles it once.
-    reports = step.cost(*args), step.memory(*args), step.communication(*args)
     return CompiledProgram(compiled, mesh, *reports)
-
-
-def _mesh_for(target: str | Mesh | jax.sharding.Mesh, axes: dict[str, int]) -> Mesh:
-    if not isinstance(target, str):
-        return as_mesh(target)
-    devices = describe_devices(target)
-    if math.prod(axes.values()) != len(devices) or not axes:
-        axes = {**axes, next(iter(axes), "batch"): -1}
-    return create_mesh(axes, devices=devices)
 
 
 def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
@@ -112,31 +104,28 @@ def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
 def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     """Saves the program that a step has compiled last; as `step.save_compiled`.
 
-    The program is compiled once more where JAX cannot save the one that runs. Each of
-    several processes writes a file, and appends its index to the path.
-
-    Raises:
-        StepError: If the step was not called or has static arguments, or JAX cannot
-            save such a program.
+    Each of several processes writes a file, and appends its index to the path. A step
+    that was not called, or that has static arguments, is a StepError.
     """
     # A made step has a compiled one for every mesh and model.
     steps = getattr(step, "_compiled", {"": step}).values()
     called = [(each, *each.called) for each in steps if each.called is not None]
-    if not called:
-        raise StepError("save_compiled: the step was not called yet. Call it first.")
+    if not called or called[-1][0].static_argnames:
+        msg = "save_compiled takes a step that was called, without static_argnames."
+        raise StepError(msg)
     step, program, leaves = called[-1]
-    if step.static_argnames:
-        raise StepError("save_compiled: a step with static_argnames cannot be saved.")
     args, kwargs = program.treedef.unflatten(map(_abstract, leaves, program.layouts))
-    lowered, devices = step.trace(*args, **kwargs).lower(), _devices_of(program)
-    try:
-        payload = _jax.save_executable(lowered, devices[0].platform)
-    except (ValueError, NotImplementedError) as error:
-        raise StepError(f"JAX cannot save the program: {error}.") from error
-    facts = {**_facts(), "devices": [x.id for x in devices]}
-    header = json.dumps({**facts, "size": len(payload)}).encode()
-    text = zlib.compress(lowered.as_text().encode())
-    _own_path(path).write_bytes(header + b"\n" + payload + text)
+    lowered = step.trace(*args, **kwargs).lower()
+    # XLA cannot save a CPU program that the cache had. With an option, by its default,
+    # it is not the one that JAX remembers; a test notices.
+    is_cpu = all(device.platform == "cpu" for device in _devices_of(program))
+    with _jax.without_compilation_cache():
+        compiled = lowered.compile({"xla_dump_hlo_as_text": False} if is_cpu else None)
+    payload, *_ = _jax.serialize(compiled)
+    with zipfile.ZipFile(_own_path(path), "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("key", _key())
+        file.writestr("text", _text_of(program, lowered))
+        file.writestr("program", payload)
 
 
 @_checks.user_call
@@ -146,37 +135,28 @@ def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
     The first call traces and lowers, and compiles nothing. Another program than that in
     the file is a StepError then, which says what differs; the programs after the first
     are compiled as ever. Loading runs what is in the file: load none that you do not
-    trust.
-
-    Raises:
-        StepError: If it is no file of `save_compiled`, or was compiled by other
-            versions or for other devices than there are.
+    trust. A file of other versions or devices is a StepError, too.
     """
     target = _own_path(path)
     try:
-        header, rest = target.read_bytes().split(b"\n", 1)
-        facts = json.loads(header)
-        payload, text = rest[: facts["size"]], zlib.decompress(rest[facts["size"] :])
-        content = payload, text.decode(), facts["devices"]
-    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+        with zipfile.ZipFile(target) as file:
+            content = [file.read(name) for name in ("key", "text", "program")]
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         msg = f"{str(target)!r} is no file of save_compiled, or it is damaged: {error}."
         raise StepError(msg) from None
-    for name, value in _facts().items():
-        if facts.get(name) != value:
-            fact = f"was compiled for {name} {facts.get(name)}, and here it is {value}"
-            raise StepError(f"{str(target)!r} {fact}. Save it anew here.")
+    key, text = (part.decode() for part in content[:2])
+    _compare(target, key, _key())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
-    step.executable = SavedExecutable(str(target), *content)
+    step.executable = SavedExecutable(target, content[2], text)
 
 
 @dataclass(repr=False, eq=False)
 class SavedExecutable:
     """A program from a file, which a step's first call takes instead of compiling."""
 
-    path: str
+    path: Path
     payload: bytes
     text: str
-    devices: list[int]  # their ids, in the order of the mesh
     is_used: bool = False
 
     def wrap(self, program: Any) -> Callable[..., Any]:
@@ -196,40 +176,38 @@ class SavedExecutable:
         return run
 
     def _load(self, program: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        devices = _devices_of(program)
-        before = [f"devices {self.devices}", *self.text.splitlines()]
-        after = [f"devices {[x.id for x in devices]}", *lowered.as_text().splitlines()]
-        lines = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
-        if lines:
-            fact = f"{self.path!r} holds another program than this step's"
-            firsts = [
-                next(filter(re.compile(x).match, lines), "") for x in ("-", r"\+")
-            ]
-            text = " ".join(line[:200] for line in firsts if line)
-            raise StepError(f"{fact} (- saved, + now): {text}. Save it anew.")
-        self.is_used = True
+        _compare(self.path, self.text, _text_of(program, lowered))
+        self.is_used, devices = True, _devices_of(program)
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree
         options: Any = {"backend": devices[0].client, "execution_devices": devices}
-        load = _jax.serialize_executable.deserialize_and_load
-        return load(self.payload, *trees, **options)
+        return _jax.deserialize_and_load(self.payload, *trees, **options)
 
 
 def _devices_of(program: Any) -> list[_jax.Device]:
-    if program.mesh is not None:
-        return [*program.mesh.devices.flat]
-    return [*program.devices] or jax.local_devices()[:1]
+    on_mesh = [] if program.mesh is None else [*program.mesh.devices.flat]
+    return on_mesh or [*program.devices] or jax.local_devices()[:1]
 
 
-def _facts() -> dict[str, object]:
+def _text_of(program: Any, lowered: jax.stages.Lowered) -> str:
+    return f"devices {[x.id for x in _devices_of(program)]}\n{lowered.as_text()}"
+
+
+def _key() -> str:
     """Returns what a program is compiled for, besides its text."""
-    device = jax.devices()[0]
-    return {
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "the compiler": str(device.client.platform_version).strip(),
-        "devices of the kind": device.device_kind,
-        "a number of processes of": process_count(),
-    }
+    device, compiled = jax.devices()[0], importlib.metadata.version("jaxlib")
+    where = f"{device.device_kind}, processes: {process_count()}"
+    versions = f"jax {jax.__version__}\njaxlib {compiled}"
+    return f"{versions}\n{device.client.platform_version.strip()}\n{where}"
+
+
+def _compare(path: Path, saved: str, here: str) -> None:
+    """Raises StepError if two texts differ."""
+    diff = difflib.unified_diff(saved.splitlines(), here.splitlines(), n=0, lineterm="")
+    if lines := [*diff][2:]:
+        firsts = [next((x for x in lines if x[0] == sign), "") for sign in "-+"]
+        text = " ".join(line[:200] for line in firsts if line)
+        fact = f"{str(path)!r} holds another program than this one"
+        raise StepError(f"{fact} (- saved, + here): {text}. Save it anew.")
 
 
 def _own_path(path: str | os.PathLike[str]) -> Path:
