@@ -117,7 +117,7 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         Mesh(batch=2, model=4; batch across 2 processes)
     """
     kind, sizes = parse_topology(topology)
-    platform, name, extra = "tpu", topology.strip(), "tpu"
+    platform, name, extra = "tpu", topology.strip().lower(), "tpu"
     options: dict[str, Any] = {}
     if kind == "h100":
         platform, name, extra = "cuda", kind, "cuda12"
