@@ -194,6 +194,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
         self._last: _Jitted | None = None
+        self.called: Any = None  # the program and types of the last call traced
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -327,6 +328,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             (state, *_), _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
+        if self.executable:
+            program.jitted = self.executable.wrap(program)
         return program
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -346,6 +349,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
             if program.arguments is not None:  # else, it is only looked at
+                self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._was_called else ""
                 is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
