@@ -337,6 +337,19 @@ def test_a_tpu_sends_by_permutes_while_it_computes():
         assert len(re.findall("convolution|dot|fusion", body[start:done])) > 4
 
 
+def test_a_tpu_exchanges_heads_by_all_to_alls_alone():
+    pytest.importorskip("libtpu")
+    mesh = create_slice_mesh(batch=2, seq=4)
+    program = lowered(
+        HEADS, mesh, 512, heads=8, dtype="bfloat16", causal=True
+    ).compile()
+    sent = ml.hlo.read_communication(program).collectives
+    shard = 512 // 4 * 8 * 128 * 2  # bytes
+    assert [(x.kind, x.axes, x.nbytes) for x in sent] == (
+        [("all_to_all", ("seq",), shard)] * 8  # q, k, v, the result and gradients
+    )
+
+
 # What is refused.
 
 
