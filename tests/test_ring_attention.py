@@ -212,7 +212,7 @@ def test_layers_in_a_scan_with_remat_are_equal_to_one_device():
         assert_close(step(weights, inputs[0], RING), expected)
 
 
-@pytest.mark.slow  # as is each example model by `python -m models.train` in less time
+@pytest.mark.slow  # the command line of models.train is tested with it, too
 @pytest.mark.parametrize("attend", [RING, HEADS])
 def test_a_transformer_trains_as_on_one_device(attend):
     def loss_fn(model, batch):
