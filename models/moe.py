@@ -71,12 +71,11 @@ class MoEConfig(TransformerConfig):
 
 
 class Routing(NamedTuple):
-    """Where the router of each block sent tokens.
+    """How many tokens each router sent where.
 
     Attributes:
-        load: How many tokens of each sequence were sent to each expert, int32: shape
-            (batch, layers, num_experts).
-        dropped: The share of them that was dropped: shape (batch, layers).
+        load: Those of each sequence to each expert, int32 (batch, layers, experts).
+        dropped: The share of them that was dropped, (batch, layers).
     """
 
     load: jax.Array
@@ -90,12 +89,7 @@ def choose(logits: jax.Array, choices: int) -> tuple[jax.Array, jax.Array]:
     has its probability, from which the router learns (Switch Transformer, Fedus et al.
     2021).
 
-    Args:
-        logits: The router's: shape (..., num_experts).
-        choices: Experts for each token.
-
-    Returns:
-        Two arrays of shape (..., choices), float32 and int32, the highest first.
+    For logits of shape (..., num_experts), float32 and int32 of shape (..., choices).
 
     Example:
         >>> weights, experts = choose(jnp.log(jnp.array([0.2, 0.5, 0.3])), 2)
@@ -119,12 +113,8 @@ def balance_losses(logits: jax.Array, experts: jax.Array) -> jax.Array:
     choice each is, times its mean probability: equation 4 of the Switch Transformer,
     with the sequences as groups (GShard, algorithm 1).
 
-    Args:
-        logits: The router's: shape (batch, length, num_experts).
-        experts: The choices: shape (batch, length, choices).
-
-    Returns:
-        An array of shape (batch,), float32.
+    For logits of shape (batch, length, num_experts) and experts of shape (batch,
+    length, choices), float32 of shape (batch,).
 
     Example:
         >>> logits = 9 * jax.nn.one_hot(jnp.array([[0, 1, 2, 3], [0, 0, 0, 0]]), 4)
@@ -170,20 +160,14 @@ def mix(
     logits: jax.Array,
     params: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, Routing]:
-    """Returns the mixture for tokens (batch, length, features), and their routing.
-
-    The router's two losses are recorded, and the step adds them.
-    """
+    """Returns the mixture for tokens (batch, length, features); records two losses."""
     weights, experts = choose(logits, config.choices)
     balance = config.balance_weight * balance_losses(logits, experts)
     ml.losses.record(module, "balance", balance)
     ml.losses.record(module, "router_z", config.z_weight * z_losses(logits))
     capacity = config.capacity(x.shape[1])
-    y = ml.parallel.dispatch(
-        *(x, experts, weights, apply_experts, params),
-        axis=config.expert_axis,
-        capacity=capacity,
-    )
+    options: dict[str, Any] = {"axis": config.expert_axis, "capacity": capacity}
+    y = ml.parallel.dispatch(x, experts, weights, apply_experts, params, **options)
     load = jax.nn.one_hot(experts, config.num_experts, dtype="int32").sum((1, 2))
     excess = 0 * load if capacity is None else jnp.maximum(load - capacity, 0)
     return y, Routing(load, excess.sum(-1) / (config.choices * x.shape[1]))
@@ -229,8 +213,7 @@ class MoE(nnx.Module):
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.features, rngs=rngs)
         self.positions = nnx.Embed(config.max_length, config.features, rngs=rngs)
-        layers = range(config.num_layers)
-        blocks: list[Any] = [ExpertBlock(config, rngs=rngs) for _ in layers]
+        blocks: Any = [ExpertBlock(config, rngs=rngs) for _ in range(config.num_layers)]
         self.blocks = module_list(blocks)
         self.norm = nnx.LayerNorm(config.features, rngs=rngs)
         self.output = nnx.Linear(
@@ -251,7 +234,8 @@ class MoE(nnx.Module):
         length = default_positions(tokens, self.config).shape[1]
         x = x + self.positions.embedding[...][None, :length].astype(x.dtype)
         routings: list[Routing] = []
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             x, routing = block(x)
             routings.append(routing)
         logits = self.output(self.norm(x))

@@ -1,6 +1,6 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,11 +24,7 @@ class MeshAxis:
     mesh: jax.sharding.Mesh | AbstractMesh
 
     def shard_map(
-        self,
-        function: Callable[..., Any],
-        in_specs: Any,
-        out_specs: Any,
-        others: Iterable[str] = (),
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *others: str
     ) -> Callable[..., Any]:
         """Returns a function that runs on each device's shards along this axis.
 

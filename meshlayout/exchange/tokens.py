@@ -7,10 +7,11 @@ the same size, which are skipped if no device needs them: nothing is dropped how
 uneven the load is, and memory and bytes are those of an even one.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,6 @@ from meshlayout.exchange.axes import MeshAxis, find_axis
 from meshlayout.mesh import Mesh
 
 
-ExpertFunction: TypeAlias = Callable[[Any, jax.Array, jax.Array], jax.Array]
-"""`(params, rows, group_sizes) -> results`, as grouped products take them."""
-
 # Buckets are so much larger than an even load fills: it never is quite even.
 _SLACK = 1.25
 
@@ -37,7 +35,7 @@ def dispatch(
     x: jax.Array,
     expert_index: jax.Array,
     weights: jax.Array,
-    expert_fn: ExpertFunction,
+    expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array],
     params: PyTree,
     *,
     axis: str,
@@ -49,8 +47,8 @@ def dispatch(
     Exactly that of one device, in value and gradient. Experts are spread over a mesh
     axis, rows of the batch over it and the batch's axes; one all-to-all takes tokens to
     their experts, one brings results back. Use this after a model's router. The mesh is
-    that of the step, or of `jax.set_mesh`; without one, or on one that has no such axis
-    or has it with size 1, nothing is sent. Rows that do not divide are padded.
+    that of the step, or of `jax.set_mesh`; without one, or on one without such an axis,
+    nothing is sent. Rows that do not divide are padded.
 
     Args:
         x: Tokens: (batch, length, features), or (tokens, features) without capacity.
@@ -58,8 +56,8 @@ def dispatch(
             is no expert's, such as -1 for padding, adds nothing.
         weights: What results are multiplied by, shaped as `expert_index`.
         expert_fn: Takes the parameters of some experts, rows (n, features) sorted by
-            expert and how many each has, int32 (experts,); returns (n, features), as by
-            `jax.lax.ragged_dot`. Rows beyond the last expert's are not used.
+            expert and how many each has, int32 (experts,); returns (n, features), as
+            `jax.lax.ragged_dot` does. Rows beyond the last expert's are not used.
         params: A tree of arrays, stacked over all experts along their first dim.
         axis: The mesh axis that this dim is sharded over.
         capacity: How many tokens of one row of the batch an expert takes, all by
@@ -111,20 +109,17 @@ def dispatch(
     index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
     exchange = _Exchange(mesh_axis, num_experts, capacity, expert_fn)
-    y = exchange.run(*tokens, params) if mesh_axis is None else None
-    if mesh_axis is not None:
-        y = _on_mesh(exchange, mesh_axis, tokens, params)
+    y = _on_shards(exchange, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
     """Returns how many experts the parameters are stacked over."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    counts = {shape[:1] for shape in shapes}
-    if len(counts) != 1 or counts == {()}:
+    count, *others = {shape[0] if shape else None for shape in shapes} or {None}
+    if others or count is None:
         msg = "dispatch: all params must be stacked over the experts in their first dim"
         raise LayoutError(f"{msg}, got {', '.join(map(str, shapes)) or 'none'}.")
-    [(count,)] = counts
     if axis is not None and count % axis.size:
         below = count // axis.size * axis.size
         fits = " and ".join(str(n) for n in (below, below + axis.size) if n)
@@ -133,10 +128,11 @@ def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
     return count
 
 
-def _on_mesh(
-    exchange: "_Exchange", axis: MeshAxis, tokens: list[jax.Array], params: Any
-) -> jax.Array:
-    """Runs an exchange where rows are sharded over its axis and those of batches."""
+def _on_shards(exchange: "_Exchange", tokens: list[Any], params: Any) -> jax.Array:
+    """Runs an exchange, with rows sharded over its axis and those of batches."""
+    axis = exchange.axis
+    if axis is None:
+        return exchange.run(*tokens, params)
     manual = _jax.manual_axis_sizes()
     axes = tuple(name for name in batch_axes(axis.mesh) if name not in manual)
     axes = axes if axis.name in axes else (*axes, axis.name)
@@ -148,7 +144,7 @@ def _on_mesh(
         tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
     rows = PartitionSpec(axes)
     specs = (rows, rows, rows, PartitionSpec(axis.name))
-    return axis.shard_map(exchange.run, specs, rows, axes)(*tokens, params)[:num_rows]
+    return axis.shard_map(exchange.run, specs, rows, *axes)(*tokens, params)[:num_rows]
 
 
 @dataclass(frozen=True)
@@ -158,22 +154,22 @@ class _Exchange:
     axis: MeshAxis | None
     num_experts: int
     capacity: int | None
-    expert_fn: ExpertFunction
+    expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array]
 
-    def run(self, x: Any, index: Any, weights: Any, params: Any) -> jax.Array:
+    def run(self, *operands: Any) -> jax.Array:
         """Returns the weighted sums for the rows of one device, (rows, length, ...)."""
+        x, index, weights, params = operands
         num_rows, length, choices = index.shape
         size = 1 if self.axis is None else self.axis.size
         bucket = index.size
         if self.capacity is not None:
-            index = jax.vmap(self._within_capacity)(index)
+            limits = {"capacity": self.capacity, "num_experts": self.num_experts}
+            index = jax.vmap(functools.partial(_within_capacity, **limits))(index)
             bucket = min(bucket, num_rows * self.capacity * self.num_experts // size)
         elif size > 1:
             bucket = min(bucket, math.ceil(_SLACK * bucket / size))
-        x, weights, ids = (
-            *(a.reshape(-1, a.shape[-1]) for a in (x, weights)),
-            index.ravel(),
-        )
+        x, weights = (a.reshape(-1, a.shape[-1]) for a in (x, weights))
+        ids = index.ravel()
         order = jnp.argsort(ids, stable=True)
         counts = jnp.bincount(ids, length=self.num_experts).reshape(size, -1)
         received = self._exchanged(counts)  # from each device, for each expert here
@@ -186,16 +182,14 @@ class _Exchange:
             slots = number * bucket + jnp.arange(bucket)[None]
             is_sent = slots < sent[:, None]
             taken = order.at[start[:, None] + slots].get(mode="clip") // choices
-            results = self._computed(
-                params, jnp.where(is_sent[..., None], x[taken], 0), slots, received
-            )
+            rows = jnp.where(is_sent[..., None], x[taken], 0)
+            results = self._computed(params, rows, slots, received)
             is_here = (place // bucket == number) & (ids < self.num_experts)
             slot = jnp.where(is_here, device * bucket + place % bucket, 0)
             # A row that no expert has had may hold anything, NaN too.
             results = jnp.where(is_here[:, None], results[slot], 0)
             results = results.reshape(-1, choices, results.shape[-1])
-            y = jnp.einsum("tkd,tk->td", results, weights)
-            return y.astype(results.dtype)
+            return jnp.einsum("tkd,tk->td", results, weights).astype(results.dtype)
 
         def visit_later(y: jax.Array, number: Any) -> tuple[jax.Array, None]:
             is_needed = number * bucket < most
@@ -204,44 +198,45 @@ class _Exchange:
         y = visit(0)
         later = jnp.arange(1, -(-ids.size // bucket))
         if self.capacity is None and later.size:
-            # All devices together take part in a round, or skip it. What it computes is
-            # recomputed in the backward pass: else each would need memory, used or not.
+            # All devices together take part in a round, or skip it. The backward pass
+            # computes it again: what each round keeps would take memory, used or not.
             most = jax.lax.pmax(sent.max(), tuple(_jax.manual_axis_sizes()))
-            scanned = jax.checkpoint(visit_later)
-            scan = lambda: jax.lax.scan(scanned, y, later)[0]  # noqa: E731
-            y = jax.lax.cond(most > bucket, scan, lambda: y)
+            scan = functools.partial(jax.lax.scan, jax.checkpoint(visit_later), y)
+            y = jax.lax.cond(most > bucket, lambda: scan(later)[0], lambda: y)
         return y.reshape(num_rows, length, -1)
 
     def _computed(self, params: Any, rows: Any, slots: Any, received: Any) -> jax.Array:
         """Returns what experts make of rows (devices, bucket, features), as a list."""
-        num_buckets, bucket, features = rows.shape
-        rows = self._exchanged(rows).reshape(-1, features)
-        sizes = received[0].astype("int32")
-        if num_buckets > 1:  # each is sorted; together they are not
-            ends = jnp.cumsum(received, axis=1)[:, None]
-            ids = (slots[..., None] >= ends).sum(-1).ravel()
-            order = jnp.argsort(ids, stable=True)
-            sizes = jnp.bincount(ids, length=ends.shape[-1]).astype("int32")
-            rows = rows[order]
-        results = self.expert_fn(params, rows, sizes)
+        shape = rows.shape[:2]
+        rows = self._exchanged(rows).reshape(-1, rows.shape[-1])
+        if self.axis is None:
+            return self._applied(params, rows, received[0])
+        # Each device's are sorted by expert; now all are, together.
+        ends = jnp.cumsum(received, axis=1)[:, None]
+        ids = (slots[..., None] >= ends).sum(-1).ravel()
+        order = jnp.argsort(ids, stable=True)
+        sizes = jnp.bincount(ids, length=ends.shape[-1])
+        results = self._applied(params, rows[order], sizes)[jnp.argsort(order)]
+        return self._exchanged(results.reshape(*shape, -1)).reshape(len(rows), -1)
+
+    def _applied(self, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        results = self.expert_fn(params, rows, sizes.astype("int32"))
         if jnp.ndim(results) != 2 or len(results) != len(rows):
             msg = f"dispatch: expert_fn must return ({len(rows)}, features) for rows "
             raise LayoutError(f"{msg}{rows.shape}, got {jnp.shape(results)}.")
-        if num_buckets > 1:
-            results = results[jnp.argsort(order)].reshape(num_buckets, bucket, -1)
-        return self._exchanged(results).reshape(num_buckets * bucket, -1)
+        return results
 
     def _exchanged(self, x: jax.Array) -> jax.Array:
         """Sends entry i to device i of the axis; returns what all sent here."""
-        if self.axis is None:
-            return x
-        return jax.lax.all_to_all(x, self.axis.name, 0, 0, tiled=True)
+        name = None if self.axis is None else self.axis.name
+        return x if name is None else jax.lax.all_to_all(x, name, 0, 0, tiled=True)
 
-    def _within_capacity(self, index: jax.Array) -> jax.Array:
-        """Returns the experts of one row's tokens, without those above capacity."""
-        ids = index.T.ravel()  # first choices before second ones
-        counts = jnp.bincount(ids, length=self.num_experts + 1)
-        rank = jnp.argsort(jnp.argsort(ids, stable=True))
-        rank -= (jnp.cumsum(counts) - counts)[ids]
-        kept = jnp.where(rank < self.capacity, ids, self.num_experts)
-        return kept.reshape(index.T.shape).T
+
+def _within_capacity(index: jax.Array, capacity: int, num_experts: int) -> jax.Array:
+    """Returns the experts of one row's tokens, none for those above capacity."""
+    ids = index.T.ravel()  # first choices before second ones
+    counts = jnp.bincount(ids, length=num_experts + 1)
+    rank = jnp.argsort(jnp.argsort(ids, stable=True))
+    rank -= (jnp.cumsum(counts) - counts)[ids]
+    kept = jnp.where(rank < capacity, ids, num_experts)
+    return kept.reshape(index.T.shape).T
