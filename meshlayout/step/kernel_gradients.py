@@ -9,7 +9,7 @@ right if that axis shards the channels, of images and kernel alike.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,14 +19,10 @@ from jax.sharding import NamedSharding
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
 from meshlayout.errors import StepError
+from meshlayout.exchange.halos import ShardedShape, wrong_halo
 
 
 _Axes: TypeAlias = frozenset[str]
-
-
-class _Sharded(NamedTuple):
-    shape: tuple[int, ...]
-    axes: list[_Axes]  # those of the mesh that shard each dim
 
 
 def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
@@ -48,10 +44,13 @@ def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
     def check() -> None:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
+        step = eqns, arrays[: len(params)], arrays[len(params) :]
         for eqn in gradients if meshes else ():
-            step = eqns, arrays[: len(params)], arrays[len(params) :]
             if blamed := _blamed(eqn, *step, meshes[0].shape):
                 raise StepError(_refusal(eqn, blamed, meshes[0].shape))
+        others = [eqn for eqn in eqns if not _is_kernel_gradient(eqn)]
+        if meshes and (message := wrong_halo(others, step[2], meshes[0].shape)):
+            raise StepError(message)
 
     def tell(index: int, sharding: object) -> None:
         shardings[index] = sharding
@@ -75,10 +74,10 @@ def _is_kernel_gradient(eqn: Equation) -> bool:
     return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: object) -> _Sharded:
+def _array(shape: tuple[int, ...], sharding: object) -> ShardedShape:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
-    return _Sharded(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
+    return ShardedShape(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
 
 
 def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
@@ -96,8 +95,8 @@ def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
 def _blamed(
     eqn: Equation,
     eqns: Sequence[Equation],
-    params: Sequence[_Sharded],
-    batch: Sequence[_Sharded],
+    params: Sequence[ShardedShape],
+    batch: Sequence[ShardedShape],
     sizes: Mapping[str, int],
 ) -> _Axes:
     """Returns the mesh axes along which XLA would add up equal sums."""
