@@ -1,17 +1,23 @@
-"""How long a program for TPU v5e takes, by its schedule.
+"""How long a compiled TPU program takes, by its schedule.
 
 A compiled TPU program has its instructions in the order in which a chip runs them, each
 with the compiler's estimate of its cycles, which knows nothing of other chips.
 Replaying them, a synchronous collective is waited for in full, and an asynchronous one
 only where it is not done when its result is needed; there is one network, so that one
-collective goes after another. It is for programs of data parallelism, without loops,
-whose collectives are all-reduces.
+collective goes after another. Of a loop, two turns are replayed, and the second stands
+for all that follow; a loop of unknown length counts as one turn, and of the branches of
+a condition the one that computes longest.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from meshlayout.hlo.program import Program, arrays_of, nbytes
+from meshlayout.hlo.collectives import _CHAIN, _CHANNEL, _OPCODES, _PIECE, _collective
+from meshlayout.hlo.origins import Origins
+from meshlayout.hlo.program import Instruction, Program
 
 
 # A v5e chip, https://cloud.google.com/tpu/docs/v5e: 197 TFLOP/s in bfloat16, 819 GB/s
@@ -28,90 +34,134 @@ HOP_S = 1e-6  # assumed, per chip that a small message passes
 
 
 @dataclass(frozen=True)
-class Event:
-    """What a chip does next: computes, or starts and ends collectives.
-
-    Attributes:
-        cycles: That it computes.
-        start: The collective that it starts, or "".
-        done: The collective whose result it needs, or "".
-        wire_bytes: That it sends in the collective that it starts.
-    """
-
-    cycles: int = 0
-    start: str = ""
-    done: str = ""
-    wire_bytes: float = 0.0
-
-
-def events_of(program: Program) -> Iterator[Event]:
-    """Yields what a chip does, in the order of the program's schedule."""
-    whole = program.computations[program.entry]
-    for instruction in whole:
-        if instruction.opcode == "while":
-            raise SystemExit("a loop in the program: its cycles would not be counted")
-        called = program.called(instruction)
-        inner = [x for name in called for x in program.computations[name]]
-        reduce = next(
-            (x for x in [instruction, *inner] if x.opcode == "all-reduce"), None
-        )
-        cycles = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-        if reduce is None:
-            yield Event(cycles)
-            continue
-        sent = 2 * (program.num_devices - 1) / program.num_devices
-        sent *= sum(nbytes(*array) for array in arrays_of(reduce.type))
-        channel = reduce.attribute(r"\bchannel_id=(\d+)")
-        text = "".join(x.rest for x in inner)
-        starts, ends = (f"AsyncCollective{x}" in text for x in ("Start", "Done"))
-        if reduce is instruction:
-            yield Event(0, channel, channel, sent)
-        elif starts or ends:
-            yield Event(cycles, channel * starts, channel * ends, sent)
-        else:  # it computes while a collective goes on
-            yield Event(cycles)
-
-
-@dataclass(frozen=True)
 class Replay:
     """How long a program takes, by its schedule.
 
-    Attributes:
-        compute_s: Of computing alone.
-        alone_s: Of all collectives alone.
-        total_s: Of the whole step.
-        num_async: How many collectives are asynchronous, with computation between start
-            and end.
-        num_sync: How many are not.
-        wire_bytes: That each chip sends.
+    `parts` are the seconds of computing, by the submodule or else the source line that
+    it is for, and of waiting for collectives, as `"wait: all_reduce, blocks"`.
     """
 
-    compute_s: float
-    alone_s: float
+    compute_s: float  # of computing alone
+    alone_s: float  # of all collectives alone
     total_s: float
-    num_async: int
+    num_async: int  # collectives with computing meanwhile; each as often as it runs
     num_sync: int
-    wire_bytes: float
+    wire_bytes: float  # that each chip sends
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def replay(text: str) -> Replay:
     """Runs through a program's schedule, with one collective after another."""
     program = Program(text)
-    hops = 2 * (program.num_devices - 1)
-    now = compute = alone = network_free = sent = 0.0
-    num_async = num_sync = 0
-    ends: dict[str, tuple[float, float]] = {}
-    for event in events_of(program):
-        if event.start:
-            taken = event.wire_bytes / BYTES_PER_S + hops * HOP_S
-            network_free = max(network_free, now) + taken
-            ends[event.start] = network_free, compute
-            alone, sent = alone + taken, sent + event.wire_bytes
-        seconds = event.cycles / CLOCK_HZ
-        now, compute = now + seconds, compute + seconds
-        if event.done:
-            end, before = ends.pop(event.done)
-            now = max(now, end)
-            num_async += compute > before
-            num_sync += compute == before
-    return Replay(compute, alone, now, num_async, num_sync, sent)
+    run = _Run(program, Origins(program, {}, ()))
+    run.computation(program.entry)
+    totals, parts = run.totals, dict[str, float]()
+    for key, seconds in sorted(totals.items(), key=lambda x: -x[1]):
+        if key.startswith("part "):
+            parts[key.removeprefix("part ")] = seconds
+    counts = round(totals["async"]), round(totals["sync"])
+    compute_s, alone_s, total_s = (totals[x] for x in ("compute", "alone", "now"))
+    return Replay(compute_s, alone_s, total_s, *counts, totals["sent"], parts)
+
+
+@dataclass
+class _Run:
+    """A replay under way; all that it adds up is in `totals`."""
+
+    program: Program
+    origins: Origins
+    network_free: float = 0.0
+    totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # What goes on: when it ends, the computing before it, and its name.
+    pending: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
+
+    def computation(self, name: str) -> None:
+        for instruction in self.program.computations[name]:
+            called = self.program.called(instruction)
+            if instruction.opcode == "while":
+                self._loop(instruction)
+            elif instruction.opcode == "conditional" and called:
+                self.computation(max(called, key=self._cycles))
+            elif instruction.opcode == "call" and called:
+                self.computation(called[0])
+            else:
+                self._step(instruction, called)
+
+    def _loop(self, loop: Instruction) -> None:
+        count = self.program._trip_count(loop)
+        turns, body = 1 if count is None else count, loop.callee("body")
+        for _ in range(min(turns, 1)):
+            self.computation(body)
+        if turns > 1:
+            before = defaultdict(float, self.totals)
+            self.computation(body)
+            for key, value in [*self.totals.items()]:
+                self.totals[key] = value + (turns - 2) * (value - before[key])
+            later = (turns - 2) * (self.totals["now"] - before["now"]) / (turns - 1)
+            self.network_free += later
+            for key, (end, compute, name) in self.pending.items():
+                self.pending[key] = end + later, compute, name
+
+    def _cycles(self, name: str) -> int:
+        return sum(map(_cycles_of, self.program.computations[name]))
+
+    def _step(self, instruction: Instruction, called: list[str]) -> None:
+        inner = [x for name in called for x in self.program.computations[name]]
+        every = (x for x in [instruction, *inner] if x.opcode in _OPCODES)
+        cycles, collective = _cycles_of(instruction), next(every, None)
+        start: Any = None
+        done: Any = None
+        if instruction.opcode.endswith("-done") and instruction.operands:
+            done = instruction.operands[0]
+        elif instruction.opcode.endswith("-start"):
+            start = instruction
+        elif collective is not None:
+            text = "".join(x.rest for x in inner)
+            starts, ends = (f"AsyncCollective{x}" in text for x in ("Start", "Done"))
+            name = collective.computation
+            is_piece = collective is not instruction and bool(_PIECE.match(name))
+            if is_piece and (name.startswith("async_collective") or starts or ends):
+                # In the pieces between, it computes while a collective goes on.
+                key = tuple(map(collective.attribute, (_CHANNEL, _CHAIN)))
+                start, done = key if starts else None, key if ends else None
+            else:
+                start = done = instruction
+                cycles = 0 if collective is instruction else cycles
+        if start is not None and collective is not None:
+            self._send(start, collective)
+        totals, seconds = self.totals, cycles / CLOCK_HZ
+        totals["now"] += seconds
+        totals["compute"] += seconds
+        if seconds:
+            scopes, source = self.origins.scopes_and_source(instruction)
+            place = "/".join(scopes) or self.origins.module(instruction) or source
+            totals[f"part {place or 'other'}"] += seconds
+        # A copy between memories, or a collective from an earlier turn of a loop.
+        if done in self.pending:
+            end, before, name = self.pending.pop(done)
+            if end > totals["now"]:
+                totals[f"part wait: {name}"] += end - totals["now"]
+                totals["now"] = end
+            totals["async" if totals["compute"] > before else "sync"] += 1
+
+    def _send(self, key: Any, instruction: Instruction) -> None:
+        facts = _collective(self.program, instruction, None, self.origins)
+        sent, n = facts.wire_bytes / max(1, facts.times), facts.num_devices
+        hops = ring_hops(n) * (2 if facts.kind == "all_reduce" else 1)
+        hops = 1 if facts.kind == "collective_permute" else hops
+        seconds = sent / BYTES_PER_S + hops * HOP_S
+        name = ", ".join(filter(None, (facts.kind, facts.module or facts.source)))
+        self.network_free = max(self.network_free, self.totals["now"]) + seconds
+        self.pending[key] = self.network_free, self.totals["compute"], name
+        self.totals["alone"] += seconds
+        self.totals["sent"] += sent
+
+
+def ring_hops(n: int) -> float:
+    """Returns how many devices a message passes on its way around n of them."""
+    # Many are in a grid: it passes along one side and the other.
+    return n - 1 if n <= 16 else 2 * (math.sqrt(n) - 1)
+
+
+def _cycles_of(instruction: Instruction) -> int:
+    return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
