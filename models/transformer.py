@@ -9,8 +9,9 @@ shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants. The blocks are the modules
 `blocks/0`, `blocks/1` and so on, or, if they are scanned, one whose parameters are
 stacked: `blocks/mlp/up/kernel` has a first dim of layers, which may be pipeline stages.
-`residual` is the name of the features between the halves of blocks, for maps that shard
-them, too.
+Maps that shard activations, too, know the features between the halves of blocks as
+`residual`, those of each head as `heads`, those within an MLP as `hidden`, and the
+results as `logits`.
 """
 
 from collections.abc import Callable
@@ -119,8 +120,9 @@ def attend(
     """
     num_heads = config.num_heads
     heads = (*query.shape[:2], num_heads, query.shape[-1] // num_heads)
-    parts = (x.reshape(heads) for x in (query, key, value))
-    return config.attention(*parts, segment_ids=segment_ids).reshape(query.shape)
+    parts = (ml.constrain(x.reshape(heads), "heads") for x in (query, key, value))
+    read = config.attention(*parts, segment_ids=segment_ids)
+    return ml.constrain(read, "heads").reshape(query.shape)
 
 
 def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array:
@@ -173,7 +175,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        return self.down(nnx.gelu(self.up(x)))
+        return self.down(nnx.gelu(ml.constrain(self.up(x), "hidden")))
 
 
 class Block(nnx.Module):
@@ -304,7 +306,7 @@ class Transformer(nnx.Module):
         else:
             for block in self.blocks:
                 x = block(x, segment_ids)
-        return self.output(self.norm(x))
+        return ml.constrain(self.output(self.norm(x)), "logits")
 
 
 class LinenAttention(nn.Module):
@@ -331,8 +333,8 @@ class LinenMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        x = nn.gelu(nn.Dense(self.config.mlp_features, name="up")(x))
-        return nn.Dense(self.config.features, name="down")(x)
+        x = ml.constrain(nn.Dense(self.config.mlp_features, name="up")(x), "hidden")
+        return nn.Dense(self.config.features, name="down")(nn.gelu(x))
 
 
 class LinenBlock(nn.Module):
@@ -419,7 +421,8 @@ class LinenTransformer(nn.Module):
         else:
             x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
         x = nn.LayerNorm(name="norm")(x)
-        return nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
+        x = nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
+        return ml.constrain(x, "logits")
 
 
 def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
-from meshlayout._batches import BATCH_AXES
+from meshlayout._batches import BATCH_AXES, batch_axes
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
@@ -48,6 +48,7 @@ def tensor_parallel(
     axis: str = "model",
     *,
     call: Call | None = None,
+    sequence: bool = False,
 ) -> LayoutMap:
     r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
@@ -69,6 +70,12 @@ def tensor_parallel(
         axis: The mesh axis to shard over; the others shard the batch.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
             None. A loss function will do; for Linen variables `module.apply`.
+        sequence: Whether features between blocks are in shards along the sequence where
+            the model says `ml.constrain(x, "residual")` of (batch, length, features):
+            an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
+            2022). So that no matrix is gathered instead, it names features within an
+            MLP `hidden`, (batch, length, heads, features) in attention `heads`, and its
+            results `logits`. Give the map to the step, too, as `layouts=`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -100,7 +107,15 @@ def tensor_parallel(
     for param, (dim, note, sends) in zip(params, choices, strict=True):
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
         rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
-    return LayoutMap(mesh, rules_for(rules))
+    if not _checks.choice("sequence", sequence, (True, False), where="tensor_parallel"):
+        return LayoutMap(mesh, rules_for(rules))
+    rows = batch_axes(mesh)
+    activations = {
+        "^residual$": Rule((rows, axis, ...), is_generated=True),
+        "^(hidden|logits)$": Rule((rows, ..., axis), "replicate", is_generated=True),
+        "^heads$": Rule((rows, None, axis, None), "replicate", is_generated=True),
+    }
+    return LayoutMap(mesh, {**rules_for(rules), **activations}, unused="ignore")
 
 
 @_checks.user_call

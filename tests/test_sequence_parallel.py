@@ -1,0 +1,98 @@
+"""`tensor_parallel(..., sequence=True)`: residuals in shards along the sequence."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models import transformer
+from tests.tpu import abstract, create_slice_mesh
+
+
+ROWS, LENGTH, LAYERS, WIDTH = 4, 128, 2, 512
+CONFIG = transformer.TransformerConfig(
+    vocab_size=1024,
+    max_length=LENGTH,
+    features=WIDTH,
+    mlp_features=4 * WIDTH,
+    num_heads=8,
+    num_layers=LAYERS,
+)
+SMALL = transformer.TransformerConfig(vocab_size=64, max_length=16, features=32)
+
+
+def build(config):
+    return lambda: transformer.Transformer(config, rngs=nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["tokens"])
+    return transformer.next_token_losses(logits, batch["tokens"]).mean(-1)
+
+
+def sequence_rules(mesh, config, tokens, *, with_fsdp=False, sequence=True):
+    layouts = ml.parallel.tensor_parallel(
+        mesh, build(config), tokens, sequence=sequence
+    )
+    if with_fsdp:
+        return ml.parallel.compose(layouts, ml.parallel.fsdp(mesh, min_bytes=0))
+    return layouts
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_it_trains_as_on_one_device(with_fsdp):
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 16)).astype("int32")
+
+    def losses(mesh, layouts):
+        state = ml.TrainState.create(build(SMALL), optax.adam(1e-2), layouts)
+        step = ml.make_train_step(loss_fn, layouts=layouts)
+        batch = ml.copy_to_mesh({"tokens": tokens}, mesh.layout("batch", None))
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            yield float(metrics["loss"])
+
+    one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    expected = [*losses(one, ml.LayoutMap(one))]
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    layouts = sequence_rules(mesh, SMALL, tokens, with_fsdp=with_fsdp)
+    np.testing.assert_allclose([*losses(mesh, layouts)], expected, 1e-5)
+
+
+def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce():
+    pytest.importorskip("libtpu")
+    mesh = create_slice_mesh(batch=2, model=4)
+    tokens = abstract((ROWS, LENGTH), "int32", mesh.layout("batch", None))
+
+    def sent(*, sequence):
+        layouts = sequence_rules(mesh, CONFIG, tokens, sequence=sequence)
+        optimizer = optax.sgd(1e-2)
+        state = ml.TrainState.describe(build(CONFIG), optimizer, layouts).abstract
+        step = ml.make_train_step(loss_fn, layouts=layouts, precision="bfloat16")
+        program = step.lower(state, {"tokens": tokens}).compile()
+        report = ml.hlo.read_communication(program)
+        return [x for x in report.collectives if x.axes == ("model",)]
+
+    def of_blocks(collectives, kind):
+        """Returns what the half blocks and the head send, and not the embedding."""
+        nbytes = residual // 4 if kind == "reduce_scatter" else residual
+        kinds = [x for x in collectives if (x.kind, x.nbytes) == (kind, nbytes)]
+        return len(kinds), {x.wire_bytes for x in kinds}
+
+    residual = ROWS // 2 * LENGTH * WIDTH * 2  # bytes, in bfloat16
+    whole, sharded = sent(sequence=False), sent(sequence=True)
+    # Forward and backward, each half of a block; backward, the head.
+    count, one_way = 4 * LAYERS + 1, residual * 3 // 4
+    assert of_blocks(whole, "all_reduce") == (count, {2 * one_way})
+    assert of_blocks(sharded, "all_reduce") == (0, set())
+    assert of_blocks(sharded, "reduce_scatter") == (count, {one_way})
+    # As many gathers, and those again of what gradients of matrices are products of,
+    # for each product: Megatron, too, does not keep it. They overlap other products.
+    gathers, wire_bytes = of_blocks(sharded, "all_gather")
+    assert wire_bytes == {one_way}
+    num_matrices = 6 * LAYERS + 1
+    assert count <= gathers <= count + num_matrices
+    # Nothing else is sent that is as large, but for the lookup of tokens.
+    others = [x for x in sharded if x.nbytes >= residual and x.kind != "all_gather"]
+    assert len(others) == 1, others
