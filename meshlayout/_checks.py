@@ -17,6 +17,7 @@ import numbers
 import operator
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -66,7 +67,9 @@ def shown(value: Any) -> str:
 
 def type_text(value: object) -> str:
     """Returns the name of a value's type with its article, as `"an int"`."""
-    name = type(value).__name__
+    name, home = type(value).__name__, type(value).__module__
+    if name in sys.modules["meshlayout"].__all__ and not home.startswith("meshlayout"):
+        name = f"{home}.{name}"  # Flax has a TrainState, too
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -285,12 +288,9 @@ _REFLEXES = {
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
     "history": "It has the values itself, as history['loss'].",
-}
-_WEIGHTS = "Weights go into the data: {'x': x, 'y': y, 'weight': weights}."
-# Their options.
-_OPTIONS = {
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
-    **dict.fromkeys(("sample_weight", "class_weight"), _WEIGHTS),
+    "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
+    "class_weight": "Weights go into the data: 'weight': class_weights[y].",
 }
 
 
@@ -333,7 +333,7 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = _OPTIONS.get(name) or did_you_mean(name, known).strip()
+            hint = _REFLEXES.get(name) or did_you_mean(name, known).strip()
             if hint := hint or ("" if takes_any else "No such option exists."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:

@@ -46,6 +46,8 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
 
     Integers that do not fit into 32 bits are refused; floats become them, as in JAX.
     """
+    if _jax.is_plain(value):
+        return value
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
         msg = f"{where}: {shown(value)} is not an array of numbers."

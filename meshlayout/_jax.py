@@ -26,6 +26,7 @@ from jax._src import (
     source_info_util,
     xla_bridge,
 )
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import batching, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax.experimental import mesh_utils, multihost_utils
@@ -98,6 +99,10 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
+# As a function of C, to which no call of a method compares; not of PRNG keys.
+is_deleted: Any = ArrayImpl.is_deleted
+
+
 def is_extended(dtype: DType) -> bool:
     """Returns whether a dtype is one that NumPy lacks, such as that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
@@ -107,6 +112,18 @@ def is_array_dtype(dtype: DType) -> bool:
     """Returns whether JAX arrays can have a dtype."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+
+
+# NumPy's dtypes, in this machine's byte order, that JAX has in all of its settings.
+_PLAIN = frozenset(map(np.dtype, ("?", *"bhiBHIefF")))
+
+
+def is_plain(x: Leaf) -> bool:
+    """Returns, fast, whether a value is a NumPy array that a device can hold as it is.
+
+    It may say no of others, such as those of 64 bits.
+    """
+    return type(x) is np.ndarray and x.dtype in _PLAIN
 
 
 def itemsize(dtype: DType) -> int:
@@ -267,9 +284,12 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
 
     There, JAX (0.7 to 0.12) refuses PRNG keys, whose words can be moved, and gathers
     the host arrays of all processes to compare them, for which callers have another
-    way. tests/test_several_processes.py notices.
+    way. tests/test_several_processes.py notices. A host array takes `device_put` twice
+    as long as `make_array_from_callback`, or longer.
     """
     if jax.process_count() == 1 or getattr(sharding, "is_fully_addressable", True):
+        if not options and is_plain(x) and isinstance(sharding, NamedSharding):
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
         return jax.device_put(x, sharding, **options)
     if isinstance(x, jax.Array) and is_extended(x.dtype):
         words = put(jax.random.key_data(x), sharding, **options)

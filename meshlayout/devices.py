@@ -17,10 +17,9 @@ _log = logging.getLogger(__name__)
 def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes.
 
-    Call it first, before anything accesses JAX's devices; again with the same number is
-    fine. On a machine with TPUs or GPUs it changes nothing and warns. A program of
-    several processes calls `ml.initialize` before it. Where `meshlayout.launch
-    --devices-per-process` was given, that number is used instead.
+    Call it before anything accesses JAX's devices, but after `ml.initialize`. On a
+    machine with TPUs or GPUs it changes nothing and warns. The number that `python -m
+    meshlayout.launch --devices-per-process` was given replaces `n`.
 
     Args:
         n: The number of CPU devices of this process.

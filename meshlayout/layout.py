@@ -82,8 +82,8 @@ class Misfit(NamedTuple):
 class Layout:
     """How the dims of one array are sharded over the axes of a mesh.
 
-    Use this wherever you would write a `NamedSharding`. It is one with a rank, and an
-    immutable value: two layouts that mean the same are equal and have the same hash.
+    Use this wherever you would write a `NamedSharding`; unlike that, it knows its rank.
+    Layouts are immutable, and two that mean the same are equal and have the same hash.
 
     Args:
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
@@ -297,7 +297,7 @@ class Layout:
         return tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
-        """Returns the bytes of an array on each device; of words for PRNG keys."""
+        """Returns the bytes of an array on each device; PRNG keys count as words."""
         return math.prod(self.shard_shape(global_shape)) * _jax.itemsize(dtype)
 
     # DTensor's names, for code that comes from TensorFlow.
@@ -383,8 +383,8 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
         if isinstance(value, (Mesh, jax.sharding.Mesh)):
             hint = " Name the axes of each dim: mesh.layout('batch', ...)."
-        elif hasattr(value, "resolve"):
-            hint = " By a map, arrays are created: create(lambda: Model(...), layouts)."
+        elif hasattr(value, "resolve") or hasattr(value, "resolutions"):
+            hint = " Of a map, give layouts.resolve(tree).layouts."
         msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)

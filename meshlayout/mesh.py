@@ -41,8 +41,8 @@ _UNITS = {"slice_index": "slices", "process_index": "processes"}
 class Mesh:
     """A named grid of devices.
 
-    An immutable value around a `jax.sharding.Mesh`, equal to others with the same
-    devices in the same places, axis names and axis types. Use `create_mesh` to make it.
+    An immutable value around a `jax.sharding.Mesh`; `create_mesh` makes one. Meshes of
+    the same devices in the same places, axis names and axis types are equal.
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
@@ -136,7 +136,7 @@ class Mesh:
         return math.prod(self.shape[name] for name in names)
 
     def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
-        """Returns the coordinates of a device, given as such or by its index."""
+        """Returns the coordinates of a device, or of the one with this index."""
         devices = [*self.devices.flat]
         index = devices.index(device) if device in devices else device
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.size:
@@ -266,24 +266,24 @@ def create_mesh(
     Use this at the start of a program; on several processes, after `ml.initialize`.
     Without `devices`, all devices of all processes are used and JAX chooses their
     order: those of a process together, the last axis running fastest, and on TPU along
-    the network of the chips. Of several slices, the first axes run from one to the
-    next, so write the axis with the least communication first.
+    the network of the chips. With several slices, the first axes run from slice to
+    slice, so put the axis that communicates least first.
 
     Names are free, but without a layout batches are sharded over the axes called
     `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
 
-    With `dcn`, the named axes cross the slow network (the data center's), and every
-    other axis stays inside one slice, or inside one process where all devices are in
-    one slice. With one process it has no effect.
+    With `dcn`, only the named axes cross the slow network (the data center's). Every
+    other axis stays inside one slice; if there is only one, inside one process. On one
+    process it has no effect.
 
     Args:
         axes: Sizes by name, a list of (name, size), or text such as
             `"batch=2,model=4"`. One size may be -1, for whatever is left. If omitted,
             the mesh has one axis `batch` over all devices.
         devices: The devices, as objects or as text such as `"CPU:3"`, in order.
-        dcn: The axis or axes that cross the slow network. Their sizes must together
-            make the number of slices or processes, or a multiple of it: a `batch` of
-            16 over 2 slices of 8 crosses once. JAX then also orders given devices.
+        dcn: The axis or axes that cross the slow network. The product of their sizes
+            must be a multiple of the number of slices or processes: a `batch` of 16
+            over 2 slices of 8 crosses once. JAX then orders `devices`, too.
         axis_types: `"auto"` (the default), `"explicit"`, `"manual"` or a
             `jax.sharding.AxisType`, for all axes or one by one.
         **axis_sizes: The axes as keywords, instead of `axes`.

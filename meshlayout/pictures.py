@@ -49,8 +49,7 @@ def visualize(
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
-        LayoutError: If the value is on no devices, or the shape is missing or does not
-            divide into the shards of the layout.
+        LayoutError: If the value is on no devices, or `shape` is missing or misfits.
 
     Example:
         >>> from meshlayout import create_mesh

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 
 import meshlayout as ml
 from tests.error_messages import message_of
@@ -173,6 +174,10 @@ def test_reflexes_of_other_libraries_are_answered(state):
     assert message_of(ml.Trainer, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), bad_key) == (
         "Trainer takes a TrainState, got a Linear. Give it "
         "ml.TrainState.create(lambda: Linear(...), optimizer)."
+    )
+    theirs = train_state.TrainState(0, None, {}, optax.sgd(0.1), ())
+    assert message_of(ml.make_train_step(bad_key), theirs, BATCH) == (
+        "train_step takes a TrainState, and got a flax.training.train_state.TrainState."
     )
     error = functools.partial(message_of, error=AttributeError)
     assert error(lambda: ml.MirroredStrategy) == (

@@ -95,8 +95,7 @@ def call_with_layout(
     """Calls a function so that its results are created in a layout.
 
     The function is compiled, and no device ever holds a full result. Arguments with
-    arrays are traced; all others (shapes, dtypes, numbers) are compiled in, and must be
-    hashable. A layout, or tree of them, that does not fit is a LayoutError.
+    arrays are traced; all others (shapes, dtypes, numbers) must be hashable.
 
     Example:
         >>> import meshlayout as ml

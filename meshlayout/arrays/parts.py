@@ -36,8 +36,7 @@ from meshlayout.layout import Layout, as_layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Each part goes directly to its device; nothing is gathered. Parts that do not fit
-    together or to the layout, and replicas that differ, are a LayoutError.
+    Each part goes directly to its device. Parts that do not fit are a LayoutError.
 
     Args:
         parts: One part per device of this process, in mesh order: anything array-like,
@@ -119,10 +118,10 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
 
 @_checks.user_call
 def unpack(x: Leaf) -> list[Any]:
-    """Splits arrays on the same devices into the parts that these hold, uncopied.
+    """Splits arrays into the parts that their devices hold, without copying.
 
     Returns one array, or pytree of them, per device of this process, in mesh order.
-    Other devices, abstract arrays and arrays inside jit are a LayoutError.
+    Arrays on different devices, abstract ones and those inside jit are a LayoutError.
 
     Example:
         >>> import meshlayout as ml
@@ -157,8 +156,7 @@ def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 
     Use this for results and tests, not for states that may not fit into host memory.
-    All processes must call it. PRNG keys become their words; leaves that are neither
-    arrays nor numbers are returned unchanged. Abstract arrays are a LayoutError.
+    All processes must call it. PRNG keys become their words.
 
     Example:
         >>> import meshlayout as ml

@@ -161,6 +161,8 @@ def array_text(path: str, x: Leaf) -> str:
 
 def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
     """Returns one layout per leaf, from a single one or a prefix tree."""
+    if isinstance(layout, (Layout, NamedSharding)):
+        return [layout] * jax.tree.structure(x).num_leaves
 
     def is_layout(node: PyTree) -> bool:
         return isinstance(node, (Layout, NamedSharding))

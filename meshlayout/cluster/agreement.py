@@ -44,8 +44,8 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
     Use this before a process reads what another one wrote. No device is involved.
 
     Raises:
-        ClusterError: If a process does not come in time, which is named, or is at
-            another call. So do the others.
+        ClusterError: On all processes, if one does not come in time or is at another
+            call; the message names it.
 
     Example:
         >>> barrier("the vocabulary is written")
@@ -70,7 +70,7 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
 def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of all processes, stacked in a first dim, on all of them.
 
-    Use this for figures that each process has for itself, such as its number of rows:
+    Use this for what each process knows of itself, such as its number of rows:
     a pytree as for `broadcast`, of the same structure, shapes and dtypes on all
     processes, or ClusterError says what differs. Text becomes an array of objects.
 
@@ -89,8 +89,8 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """Raises an error on all processes unless all have the same value, bit by bit.
 
     Use this for what all processes must compute alike, such as a configuration: a
-    pytree as for `broadcast`. Of large arrays, digests are sent; a replicated global
-    array is compared as this process has it.
+    pytree as for `broadcast`. Large arrays are compared by their digests, replicated
+    ones by this process's copy.
 
     Args:
         value: The value.

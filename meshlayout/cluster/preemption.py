@@ -47,10 +47,9 @@ class Preemption:
     """Finds out after each step whether this run was asked to end by SIGTERM.
 
     Use this in a loop that saves by itself; `Checkpointer.save` and `Trainer` have it
-    built in. With `jax.distributed`, a SIGTERM to one process counts for all, and all
-    learn of it at the same step, if they ask equally often. Otherwise this handles the
-    signal inside the `with` block, in the main thread. A second SIGTERM goes to the
-    previous handler; so does the first one if nobody asks before the end of the block.
+    built in. With `jax.distributed`, a SIGTERM to one process counts for all, which
+    learn of it at the same step if they ask equally often. A second SIGTERM goes to the
+    previous handler; so does the first one if nobody asks before the block ends.
 
     Example:
         >>> import os, signal

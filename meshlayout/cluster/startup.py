@@ -59,11 +59,10 @@ def initialize(
 ) -> None:
     """Makes this process part of a program of several, wherever it was started.
 
-    Use this as the first call of a program, instead of `jax.distributed.initialize`:
-    the same on a laptop, Colab, a GPU host, a TPU pod slice or under SLURM. On one
-    process it does nothing. Otherwise it waits for all processes, and then
-    `jax.devices()` are those of all of them. If one of them fails later, all others
-    name it and end; the guide "What happens if" says when.
+    Call it first, instead of `jax.distributed.initialize`: the same on a laptop, Colab,
+    a GPU host, a TPU pod slice or under SLURM. On one process it does nothing.
+    Otherwise it waits for all processes, and `jax.devices()` then are those of all. If
+    one fails later, the others name it and end; the guide "What happens if" says when.
 
     What is not given comes from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
     from TF_CONFIG (chief and workers), or from JAX's detection of SLURM, Open MPI,
@@ -74,18 +73,19 @@ def initialize(
         num_processes: The number of processes.
         process_id: The index of this process, from 0.
         local_device_ids: The ids of this machine's GPUs to use; None for all.
-        coordinator_bind_address: Where process 0 listens, if not there:
+        coordinator_bind_address: Where process 0 listens, if elsewhere, as
             `"0.0.0.0:1234"` for all interfaces.
         timeout_s: How long to wait for the other processes.
-        heartbeat_timeout_s: How long a process may send no heartbeat of JAX before it
-            counts as killed, stopped or cut off.
-        step_timeout_s: How long no process may begin a step or a meeting; None for
-            ever. Longer than all compile, save or compute in Python between two.
+        heartbeat_timeout_s: After how long without a heartbeat of JAX a process counts
+            as killed, stopped or cut off.
+        step_timeout_s: After how long without the start of a step, or of an exchange
+            between processes, the program counts as stuck; None for never. It must be
+            longer than any compilation, save or Python code between two steps.
 
     Raises:
-        ClusterError: If settings are malformed, missing or contradict each other, other
-            processes came than should, process 0 cannot listen at its address, or JAX
-            has already started its devices.
+        ClusterError: If settings are malformed, missing or contradict each other, if
+            processes are missing or too many, process 0 cannot listen at its address,
+            or JAX has already started its devices.
 
     Example:
         >>> initialize()  # on one process, it does nothing

@@ -19,7 +19,7 @@ from meshlayout.mesh import Mesh, as_mesh
 class Communication(Mapping[str, int]):
     """The collectives of a program; a mapping from kind to how many there are.
 
-    In the counts each is counted once, in a loop or not; in the bytes, as often as it
+    Counts take each collective once, in a loop or not; bytes take it as often as it
     runs. `print` shows a table.
 
     Attributes:
@@ -129,8 +129,7 @@ def read_communication(
 ) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
-    With JAX's persistent compilation cache, source lines and scopes are those of the
-    run that filled it.
+    With JAX's persistent compilation cache, source lines are of the run that filled it.
 
     Args:
         program: What `jax.jit(...).lower(...).compile()` returns, or its text.

@@ -42,10 +42,9 @@ def constrain(x: Leaf, name: str) -> Any:
     """Returns an activation in the layout that the active layout map gives it.
 
     Inside `with ml.scope(layouts):` (or a step compiled with `layouts=`), the rules of
-    the map are matched against `name` like against the path of a parameter, such as
+    the map are matched against `name` as against the path of a parameter, such as
     `"encoder/residual"`. If no map is active, or no rule matches, the value is returned
-    unchanged. A LayoutWarning says where `on_uneven="replicate"` left a dim unsharded.
-    Rules that disagree, a layout that does not fit and `shard_map` are LayoutMapErrors.
+    unchanged. Rules that disagree and layouts that do not fit are LayoutMapErrors.
 
     Example:
         >>> import meshlayout as ml

@@ -54,8 +54,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     A pattern is a regular expression that is searched for anywhere in a path
     (`re.search`). One that equals the path of a leaf wins; otherwise two patterns that
-    match a leaf and give it different layouts are an error. A map alone places nothing;
-    see `create`, `scope`. A malformed rule or option is a LayoutMapError.
+    match a leaf and give it different layouts are an error. A map alone places nothing:
+    pass it to `create` or `scope`. A malformed rule or option is a LayoutMapError.
 
     Args:
         mesh: The mesh of all layouts.
@@ -63,8 +63,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             list with one entry per dim (`...` for any number of unsharded dims), a
             `PartitionSpec`, a `NamedSharding`, a function
             `(path, shape, dtype) -> spec or None`, or a `Rule`.
-        default: The layout of leaves that no pattern matches, and whose metadata, if
-            they have any, names no axis that is known here; replicated if None.
+        default: The layout of leaves that no pattern matches and whose metadata names
+            no known axis; replicated if None.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
         unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
             sharded and are never an error.
@@ -75,7 +75,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             `"warn"`, `"error"`, or `"ignore"` if it is for activations.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches; a mapping, or pairs in order
-            of preference, several for a name whose first choice may be taken.
+            of preference: the next one of a name counts if the first axis is taken.
 
     Example:
         >>> import meshlayout as ml
@@ -186,9 +186,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
-        Use this to see or to test layouts before anything is created: no device is
-        touched. Rules that disagree, a layout that does not fit its leaf, and, with
-        `unmatched="error"`, a leaf that nothing matches, are a LayoutMapError.
+        Use this to see or test layouts before anything is created. Rules that disagree
+        and layouts that do not fit are a LayoutMapError, with `unmatched="error"` also
+        leaves that nothing matches.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
@@ -219,19 +219,17 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
-        Use this first if a layout is not what you expect. It has every leaf with its
-        layout, rule and bytes per device, and what deserves a second look, such as a
-        rule that matches nothing. Arguments and errors are those of `resolve`.
+        It has every leaf with its layout, rule and bytes per device, and names rules
+        that match nothing. Arguments and errors are those of `resolve`.
         """
         return self._explain_resolved(self.resolve(tree, params=params))
 
     def to_code(self, tree: PyTree = None) -> str:
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
-        Use this to keep the result of a ready-made rule, or to start from it. In the
-        text, `ml` is this package and `mesh` the mesh. Notes of rules are comments. A
-        rule or default that is a function needs the tree (or is a LayoutMapError), for
-        whose leaves rules take its place.
+        Use this to keep the result of a ready-made rule, or to start from it. Notes of
+        rules are comments. A rule or default that is a function needs the tree, for
+        whose leaves patterns take its place.
 
         Example:
             >>> import meshlayout as ml

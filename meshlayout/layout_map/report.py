@@ -124,10 +124,9 @@ class Explanation(Resolved):
 
     Attributes:
         dead_rules: Patterns that match nothing, with the paths that they almost match.
-        shadowed_rules: Patterns that match leaves but decide none, with the rules or
-            reasons that win there.
-        sends: Bytes that all-reduces send in one step because of a rule, by pattern,
-            where a program was traced, for its example inputs.
+        shadowed_rules: Patterns that match leaves but decide none, with what wins.
+        sends: Bytes that all-reduces send in one step because of a rule, by pattern, if
+            a program was traced.
     """
 
     mesh: Mesh

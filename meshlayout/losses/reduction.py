@@ -216,8 +216,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     Args:
         module: The NNX or Linen module, usually `self`.
         name: Its name; the metrics show it under the module's path.
-        loss: One loss per example, (batch, ...), averaged like the losses of the loss
-            function; or a scalar, which a batch with weights refuses.
+        loss: One per example, (batch, ...); or a scalar, for batches without weights.
 
     Example:
         >>> class Active(nnx.Module):

@@ -275,9 +275,8 @@ class _ClassShare(_PairMetric):
 class Precision(_ClassShare):
     """The fraction of positive predictions that are correct.
 
-    By default there are two classes, and one score of the labels' shape: a score above
-    the threshold predicts 1, and labels above 0 are positive. With `num_classes`,
-    predictions and labels are as for `ConfusionMatrix`.
+    By default a score of the labels' shape above the threshold predicts 1, and labels
+    above 0 are positive. With `num_classes`, both are as for `ConfusionMatrix`.
 
     A division by 0 gives 0; a class that occurs neither among labels nor among
     predictions has the value NaN, and does not count in the mean over classes. For

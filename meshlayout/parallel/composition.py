@@ -16,9 +16,9 @@ from meshlayout.layout_map.rules import OnUneven, Unused
 
 
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
-    """Returns the map in which each part shards what those before it left.
+    """Returns the map in which each part shards what those before it left whole.
 
-    On dims that the parts before left whole, or further on the same dim. Use this for
+    A part shards other dims than those before it, or the same dim further. Use this for
     several kinds of parallelism at once, as `compose(tensor_parallel(...),
     fsdp(mesh))`. A leaf that no part names is an error if a part has
     `unmatched="error"`; rules for `^opt_state/` stay as they are.

@@ -44,8 +44,7 @@ _TABLE = re.compile(r"(embed|wte|wpe)[^/]*(/[^/]*)?$", re.IGNORECASE)
 def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 
-    Only batches are sharded, over the mesh's batch axes. Use this while model,
-    gradients and optimizer state fit each device.
+    Only batches are sharded. Use this while the state and gradients fit each device.
 
     Example:
         >>> import meshlayout as ml
@@ -136,7 +135,7 @@ def fsdp(
         model_or_build: None, or as for `tensor_parallel`, as are the next and `call`.
         example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
-            and otherwise the axes that shard its batches: `batch` and `data`.
+            and otherwise all axes that shard its batches.
         min_bytes: Arrays of fewer bytes on a device stay whole.
         call: How the model is called.
 

@@ -52,13 +52,12 @@ def tensor_parallel(
 ) -> LayoutMap:
     r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
-    The forward program is traced, without any array: what each parameter is multiplied
-    with and what becomes of the result decide, whatever it is called. Matrices are
-    sharded in pairs, the first by columns and the second by rows, attention by heads,
-    and embeddings by the vocabulary, so that a transformer block sends one all-reduce
-    for its attention and one for its MLP, and as many backward. What has no such pair
-    stays whole, for the reason that `explain` shows. Use this where matrices are too
-    large for one device, or the batch too small to shard further.
+    The forward program is traced, without any array. Not the names of parameters
+    decide, but what they are multiplied with. Matrices are sharded in pairs, the first
+    by columns and the second by rows; attention by heads; embeddings by the vocabulary.
+    So a transformer block sends one all-reduce for its attention and one for its MLP,
+    and as many backward. What has no such pair stays whole, and `explain` says why. Use
+    this if matrices are too large for a device, or the batch too small to shard more.
 
     Args:
         mesh: The mesh.
@@ -129,10 +128,10 @@ def expert_parallel(
 ) -> LayoutMap:
     """Returns rules that give each device some of a model's stacked experts.
 
-    The traced forward program says which parameters are experts: stacks of matrices of
-    which each multiplies its own inputs. Their biases are sharded too; the router stays
-    whole. Use this for mixtures of experts, on an axis of their own or on one that also
-    shards the batch; compose it with other rules for the rest of the model.
+    The traced forward program says which parameters are experts: stacks of matrices
+    that each multiply inputs of their own. Biases of experts are sharded, too. Use this
+    for experts that a model reaches by `dispatch`, on an axis of their own or on one
+    that also shards the batch; `compose` adds rules for the rest of the model.
 
     Args:
         mesh: The mesh.

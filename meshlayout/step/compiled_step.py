@@ -9,14 +9,17 @@ import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -24,6 +27,8 @@ from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
 from meshlayout.step.kernel_gradients import check_kernel_gradients
 
@@ -113,6 +118,11 @@ class _Jitted:
         self.shardings: list[Any] = []
         self.is_compared: list[bool] = []
         self.num_donated = 0
+        # Of a TrainState's program: weak references to the state and metrics that the
+        # last call returned, where its other arguments were, and the state's shapes.
+        self.results: Any = None
+        self.other_shardings: list[Any] = []
+        self.shapes: set[Any] = set()
         self.arguments: Any = None  # of a call, while it is under way
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
@@ -123,23 +133,24 @@ class _Jitted:
         self.has_peers = len(processes) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
-    def is_like_last(self, leaves: list[Leaf]) -> bool:
+    def is_like_last(self, args: PyTree, kwargs: PyTree) -> bool:
         """Returns, fast, whether the arrays of a call are where those of the last were.
 
         JAX would compile again without a word, or (0.10) end the process for an array
         that was used up or is donated twice.
         """
-        compared = list(compress(leaves, self.is_compared))
+        leaves, _ = default_registry.flatten((args, kwargs))
+        compared = [*compress(leaves, self.is_compared)]
         donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
         ids = {*map(id, donated)}
         try:
             return (
                 [leaf.sharding for leaf in compared] == self.shardings
-                and True not in [leaf.is_deleted() for leaf in compared]
+                and not any(map(_jax.is_deleted, compared))
                 and len(ids) == len(donated)
                 and ids.isdisjoint(map(id, rest))
             )
-        except AttributeError:  # of what is no array now
+        except (AttributeError, TypeError):  # of what is no array now
             return False
 
 
@@ -204,18 +215,37 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program = self._last
         if program is None or (
             program.is_spread
-            and not program.is_like_last(jax.tree.leaves((args, kwargs)))
+            and (kwargs or not self.continued(args[0], args[1:-1], args[-1]))
+            and not program.is_like_last(args, kwargs)
         ):
             program, args = self._switch(args, kwargs)
-        return self._run(program, args, kwargs)
+        return self.run(program, args, kwargs)
 
-    def run_again(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the step on arrays that are known to be like those of the last call."""
-        if self._last is None or _jax.is_tracing():
-            return self(*args, **kwargs)
-        return self._run(self._last, args, kwargs)
+    def continued(self, state: PyTree, others: PyTree, aux: PyTree) -> _Jitted | None:
+        """Returns the program if a call goes on where its last one ended, in a loop.
 
-    def _run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
+        That passes on a TrainState and metrics, whose arrays the program has made: one
+        of them tells whether the state was used up. Others have to be looked at.
+        """
+        program = self._last
+        known = None if program is None else program.results
+        if program is None or known is None or state is not known[0]():
+            return None
+        if aux is not None and aux is not known[1]():
+            others = others, aux
+        leaves, _ = default_registry.flatten(others)
+        try:
+            if [leaf.sharding for leaf in leaves] != program.other_shardings:
+                return None
+            is_gone = program.is_spread and state.step.is_deleted()
+            for leaf in leaves if program.is_spread else ():  # else, JAX refuses them
+                is_gone = is_gone or leaf.is_deleted() or leaf.shape in program.shapes
+        except AttributeError:  # of what is no array now
+            return None
+        return None if is_gone else program
+
+    def run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
+        """Runs a program of this step."""
         program.arguments = (args, kwargs)
         counts.steps += program.is_shared
         try:
@@ -232,12 +262,17 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise
         else:
             self._was_called = True
+            if program.results is not None:
+                new, aux = result
+                measured = aux if type(aux) is Metrics else program
+                program.results = weakref.ref(new), weakref.ref(measured)
             if program.is_bounded:
                 self._in_flight += 1
                 if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     self._in_flight = 0
                     # One array will do: a program's results are ready together.
-                    jax.block_until_ready(jax.tree.leaves(result)[:1])
+                    leaf = result[0].step if program.results else result
+                    jax.block_until_ready(jax.tree.leaves(leaf)[:1])
             return result
         finally:
             program.arguments = None
@@ -259,13 +294,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
         program = self._last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
-        program.is_compared = [
-            isinstance(leaf, jax.Array) and not _jax.is_extended(leaf.dtype)
-            for leaf in leaves
-        ]
-        compared = compress(leaves, program.is_compared)
-        program.shardings = [leaf.sharding for leaf in compared]
+        program.is_compared = [isinstance(x, _jax.ArrayImpl) for x in leaves]
+        program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
+        program.results = None
+        if self._donates and type(args[0]) is TrainState:
+            # Metrics are new now, and the last ones at the next call.
+            others = args[1:-1] if type(args[-1]) is Metrics else args[1:]
+            program.other_shardings = [*map(_jax.sharding_of, jax.tree.leaves(others))]
+            program.results = (lambda: None,) * 2
         return program, args
 
     def _program(
@@ -327,6 +364,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             result = self._inner(*args, **kwargs)
         if self._donates:
+            program.shapes |= set(map(jnp.shape, jax.tree.leaves(args[0])))
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]

@@ -18,17 +18,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch
-from meshlayout._batches import (
-    BATCH_AXES,
-    batch_axes,
-    check_weights_key,
-    get_weights,
-    marked_weights,
-)
+from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
@@ -52,8 +45,7 @@ class StateStep(StepInspection):
 
     __name__: str
     _row_dim = 0  # of what a call takes
-    _repeats = False  # whether calls are alike if states and batches are
-    _last: "_LastCall | None" = None
+    _last: tuple[CompiledStep[..., Any], Metrics | None] | None = None
 
     def __init__(
         self,
@@ -92,23 +84,10 @@ class StateStep(StepInspection):
         return compiled.trace(*args)
 
     def _run(self, state: TrainState, batch: Batch, metrics: Metrics | None) -> Any:
-        last = self._last
-        # To look all up again would take Python longer than a small step.
-        if last is not None and last.is_continued(state, batch, metrics):
-            if marked_weights:
-                check_batch(batch, self.weights)
-            given = last.empty if metrics is None else metrics
-            result = last.compiled.run_again(state, batch, given)
-        else:
-            compiled, args, empty = self._call_of(state, batch, metrics)
-            result = compiled(*args)
-            is_as_given = args[0] is state and args[1] is batch
-            last = self._last = None
-            is_placed = is_as_given and all(map(layout_of, jax.tree.leaves(batch)))
-            if self._repeats and is_placed and not _jax.is_tracing():
-                last = self._last = _LastCall(compiled, empty, result[0], batch)
-        if last is not None:
-            last.results = weakref.ref(result[0]), weakref.ref(result[1])
+        compiled, args, empty = self._call_of(state, batch, metrics)
+        result = compiled(*args)
+        if not (self._row_dim or _jax.is_tracing()):
+            self._last = compiled, empty
         return result
 
     def _call_of(
@@ -172,40 +151,6 @@ class StateStep(StepInspection):
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
-
-
-class _LastCall:
-    """What a train step was called with last, and what it returned.
-
-    A loop passes those very results on. Their arrays were made by the program, so that
-    none of them has to be looked at before the next call, except for one that tells
-    whether the state was used up; and those of the batch.
-    """
-
-    def __init__(self, compiled: Any, empty: Any, state: Any, batch: Batch) -> None:
-        self.compiled, self.empty = compiled, empty
-        self.results: Any = None  # weak references to the state and the metrics
-        # The arrays of a batch of other shapes are none of the state's.
-        self.shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
-        self.shardings = [_jax.sharding_of(leaf) for leaf in jax.tree.leaves(batch)]
-        self.is_spread = len(state.step.devices()) > 1
-
-    def is_continued(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> bool:
-        """Returns whether a call goes on where the last one ended, in the same way."""
-        last, measured = self.results
-        if state is not last() or (metrics is not None and metrics is not measured()):
-            return False
-        leaves, _ = default_registry.flatten(batch)
-        try:
-            is_alike = [leaf.sharding for leaf in leaves] == self.shardings
-            if not self.is_spread or not is_alike:  # JAX itself refuses on one device
-                return is_alike
-            is_gone = True in [leaf.is_deleted() for leaf in (state.step, *leaves)]
-            return not is_gone and self.shapes.isdisjoint([x.shape for x in leaves])
-        except AttributeError:  # of what is no array now
-            return False
 
 
 def check_batch(batch: Batch, key: str | int | None) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
+from meshlayout._batches import marked_weights
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -177,7 +178,6 @@ class TrainStep(StateStep):
         loss = plan.loss
         super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
         self._row_dim = int(plan.steps_per_call != 1)
-        self._repeats = plan.steps_per_call == plan.accumulate == 1
 
     @_checks.user_call
     def __call__(
@@ -192,6 +192,15 @@ class TrainStep(StateStep):
                 devices would all compute the same.
             LossError: If what the loss function returns does not fit the batch.
         """
+        # To look all up again would take Python longer than a small step.
+        if self._last is not None and not _jax.is_tracing():
+            compiled, empty = self._last
+            program = compiled.continued(state, batch, metrics)
+            if program is not None:
+                if marked_weights:
+                    check_batch(batch, self.weights)
+                args = state, batch, empty if metrics is None else metrics
+                return compiled.run(program, args, {})
         return self._run(state, batch, metrics)
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:

@@ -129,6 +129,7 @@ class TrainerInput:
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
         self.size = 0  # rows of the first batch
+        self._ones: Any = None  # the weights of a batch without padding
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
@@ -213,7 +214,7 @@ class TrainerInput:
             return None
         can_mark = weights is not None or takes_weights(batch, self._key)
         if self._trainer._pads is not False and (can_mark or not self._marks):
-            padded = self._on_mesh(self._padded(batch, rows))
+            padded = self._padded(batch, rows)
             if not self._marks or self._trainer._accepts(padded, train=self._trains):
                 self.size = self.size or num_examples(padded)
                 return PlacedBatch(padded, rows)
@@ -224,13 +225,17 @@ class TrainerInput:
         # A larger one does not raise the size, as a resumed run may not see that one.
         shards = 1 if self._layout is None else num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
-        padded = map_batch(lambda x: pad_rows(x, size), batch)
+        padded = map_batch(lambda x: pad_rows(x, size), batch) if rows < size else batch
         if not self._marks:
-            return padded
+            return self._on_mesh(padded)
         weights = get_weights(padded, self._key)
+        if weights is None and rows == size:  # of most batches, and placed once
+            if np.shape(self._ones) != (size,):
+                self._ones = self._on_mesh(np.ones(size, np.float32))
+            return with_weights(self._on_mesh(batch), self._key, self._ones)
         weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
         weights = mask_padding(weights, np.arange(size) < rows)
-        return with_weights(padded, self._key, weights)
+        return self._on_mesh(with_weights(padded, self._key, weights))
 
     def _on_mesh(self, batch: Batch) -> Batch:
         if self._layout is None:
@@ -244,6 +249,8 @@ class TrainerInput:
                 *(rows, num_row_shards(layout)),
             )
             layout = mesh.layout(...)
+        if all(map(np.ndim, jax.tree.leaves(batch))):
+            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)

@@ -69,8 +69,8 @@ class TrainerSteps:
         # A batch may itself be a list, of arrays.
         batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
         self._check("train_step", batches[0])
-        sizes = {num_examples(item) for item in batches}
-        if len(batches) == self.group_size > 1 and len(sizes) == 1:
+        is_full = len(batches) == self.group_size > 1
+        if is_full and len({*map(num_examples, batches)}) == 1:
             return self._train_step(state, batches, metrics)
         result: Any = state, metrics
         for item in batches:

@@ -178,7 +178,7 @@ class Trainer(_checks.WithReflexes):
                 continues where this one stopped; at the end of a pass a new one begins.
             validation_data: What to evaluate after each epoch, as `val_` and a name.
             validation_split: The share of arrays to hold out instead: their last rows.
-            callbacks: Instances of `ml.callbacks.Callback`, called in this order.
+            callbacks: Of `ml.callbacks.Callback`, called in order, `Checkpoint` last.
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
             resume: Whether to resume from the first `Checkpoint`'s newest, if any.

@@ -23,8 +23,8 @@ class Log(Callback):
     `fit` of the same callback, and a run that resumes, add to it, maybe an epoch again.
 
     Args:
-        path: `log.csv`, `log.jsonl`, or a directory for TensorBoard; overwritten if it
-            exists.
+        path: `log.csv` or `log.jsonl`, which are overwritten, or a directory for
+            TensorBoard.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -153,7 +153,9 @@ class Progress(Callback):
             facts.pop()
         line = f"{line}  ({', '.join(facts)})" if facts else line
         self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
-        if trainer.stopped:
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if trainer.stopped and self._display is not None:
             self._display.add_line(f"stopped: {trainer.stopped}")
 
     def close(self) -> None:
