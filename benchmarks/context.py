@@ -1,10 +1,10 @@
-"""What a step on one long sequence costs on eight TPU v5e chips, by the way it is split.
+"""What a step on one long sequence costs on eight TPU v5e chips, by how it is split.
 
 `python -m benchmarks.context` compiles a train step of a transformer on one sequence of
-32,768 tokens for a v5e:2x4 slice, which need not be there, and prints for each way the
-megabytes that each chip sends, the peak of its memory, and the milliseconds of a step by
-the schedule of its program (`benchmarks.schedule`). A program that the chips cannot
-hold is said to need what the compiler says.
+32,768 tokens for a v5e:2x4 slice, which need not be there. It prints for each way the
+megabytes that a chip sends, the peak of its memory, and the milliseconds of a step by
+the schedule of its program (`benchmarks/schedule.py`). Of a program that does not fit,
+it prints what the compiler says it needs.
 """
 
 import argparse
