@@ -3,7 +3,7 @@
 `python -m benchmarks.context` compiles a train step of a transformer on one sequence of
 32,768 tokens for a v5e:2x4 slice, which need not be there. It prints for each way the
 megabytes that a chip sends, the peak of its memory, and the milliseconds of a step by
-the schedule of its program (`benchmarks/schedule.py`). Of a program that does not fit,
+the schedule of its program (`meshlayout/planning/schedule.py`). Of a program that does not fit,
 it prints what the compiler says it needs.
 """
 
@@ -29,8 +29,9 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
-from benchmarks.schedule import replay
 from meshlayout import parallel
+from meshlayout.planning.chips import CHIPS
+from meshlayout.planning.schedule import replay
 from models import transformer
 from tests.tpu import create_slice_mesh
 
@@ -94,7 +95,7 @@ def figures(name: str, length: int, num_layers: int) -> list[str]:
         - memory.alias_size_in_bytes
     )
     sent = ml.hlo.read_communication(compiled).wire_bytes
-    ms = 1000 * replay(compiled.as_text()).total_s
+    ms = 1000 * replay(compiled.as_text(), CHIPS["v5e"]).total_s
     return [f"{sent / 1e6:.1f}", f"{peak / 2**30:.2f}", f"{ms:.1f}"]
 
 

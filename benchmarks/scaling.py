@@ -3,7 +3,7 @@
 Where there are GPUs or TPUs, `python -m benchmarks.scaling` trains on 1, 2, 4 ... of
 them and counts images per second. With JAX_PLATFORMS=cpu it compiles the steps for
 slices of TPU v5e (libtpu does that without a TPU), and works out the efficiency from
-the programs, whose schedules are replayed (benchmarks/schedule.py):
+the programs, whose schedules are replayed (meshlayout.planning.replay):
 
     T = cycles / clock + waiting for collectives
     a collective takes bytes sent / bandwidth + 2 (n - 1) hops * latency
@@ -46,7 +46,7 @@ from flax import __version__ as flax_version, nnx
 from jax.experimental import topologies  # noqa: TID251
 
 import meshlayout as ml
-from benchmarks.schedule import Replay, replay
+from meshlayout.planning import CHIPS, Replay, replay
 from models.resnet import ResNet50
 
 
@@ -249,7 +249,7 @@ def read(work: Work, folder: Path | None) -> None:
     for chips in SLICES:
         for way in ways(chips):
             text = program_text(work, way, chips, folder)
-            step = replay(text)
+            step = replay(text, CHIPS["v5e"])
             communication = ml.hlo.read_communication(text)
             if abs(communication.wire_bytes - step.wire_bytes) > 1e3:
                 raise SystemExit(

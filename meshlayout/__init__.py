@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 # The public modules, and the other public names by the module that has them.
 _MODULES = (
     *("arrays", "checkpoint", "cluster", "data", "distribute", "errors", "hlo"),
-    *("layout_map", "losses", "metrics", "parallel", "state", "step", "testing"),
-    "trainer",
+    *("layout_map", "losses", "metrics", "parallel", "planning", "state", "step"),
+    *("testing", "trainer"),
 )
 _NAMES = {
     "arrays": "check_layout copy_to_mesh fetch_layout pack relayout to_numpy unpack",
@@ -29,6 +29,7 @@ _NAMES = {
     "mesh": "Mesh create_mesh",
     "parallel": "zero_rule",
     "pictures": "visualize",
+    "planning": "doctor plan",
     "state": "PrecisionPolicy TrainState create describe optimizer_by_path scope",
     "step": "compile_step make_eval_step make_predict_step make_train_step",
     "trainer": "History Trainer callbacks",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         losses as losses,
         metrics as metrics,
         parallel as parallel,
+        planning as planning,
         state as state,
         step as step,
         testing as testing,
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
     from meshlayout.parallel import zero_rule as zero_rule
     from meshlayout.pictures import visualize as visualize
+    from meshlayout.planning import doctor as doctor, plan as plan
     from meshlayout.state import (
         PrecisionPolicy as PrecisionPolicy,
         TrainState as TrainState,

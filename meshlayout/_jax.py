@@ -20,16 +20,24 @@ import jax
 import numpy as np
 from jax._src import (
     clusters,
+    compilation_cache,
+    compiler,
     core as jax_core,
     distributed,
+    hardware_utils,
     mesh as jax_mesh,
     source_info_util,
     xla_bridge,
 )
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import batching, partial_eval, pxla
+from jax._src.interpreters import batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
-from jax.experimental import mesh_utils, multihost_utils
+from jax._src.lib import xla_client
+from jax.experimental import mesh_utils, multihost_utils, topologies
+from jax.experimental.serialize_executable import (
+    deserialize_and_load as deserialize_and_load,
+    serialize as serialize,
+)
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
@@ -566,3 +574,41 @@ def reached_preemption_sync_point(turn: int) -> bool:
 def has_preemption_service() -> bool:
     """Returns whether `jax.distributed` watches for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None
+
+
+def visible_accelerators() -> list[str]:
+    """Returns what the system shows, whatever JAX uses: "tpu", "gpu"."""
+    num_tpus, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return ["tpu"] * bool(num_tpus) + ["gpu"] * hardware_utils.has_visible_nvidia_gpu()
+
+
+def described_devices(platform: str, name: str, **options: Any) -> list[Device]:
+    """Returns the devices of a topology that need not be here."""
+    return topologies.get_topology_desc(name, platform, **options).devices
+
+
+def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
+    """Compiles a lowered program's bytecode; returns the text and sizes in memory."""
+    options = compiler.get_compile_options(1, len(devices), np.array([devices]))
+    # What has no sharding in the text gets the compiler's, as under `jax.jit`.
+    build = options.executable_build_options
+    build.allow_spmd_sharding_propagation_to_output = [True]
+    with mlir.make_ir_context():
+        arguments = mlir.ir.Module.parse(module), xla_client.DeviceList(tuple(devices))
+        compile_ = compiler.backend_compile_and_load
+        program = compile_(devices[0].client, *arguments, options, [])
+    text = "\n\n".join(part.to_string() for part in program.hlo_modules())
+    return text, program.get_compiled_memory_stats()
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compiles anew inside: JAX looks at the setting once, unless it is reset."""
+    setting = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", setting)
+        compilation_cache.reset_cache()

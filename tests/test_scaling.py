@@ -1,14 +1,18 @@
 """`benchmarks/scaling.py`: how long a program takes by its schedule."""
 
+import functools
+
 import pytest
 
 from benchmarks import scaling
-from benchmarks.schedule import CLOCK_HZ, replay
+from meshlayout import planning
+from meshlayout.planning import CHIPS
 from tests.tpu import read_collectives
 
 
 MEGABYTES = 100  # that are added up over four chips
-MILLISECOND = round(CLOCK_HZ / 1000)
+MILLISECOND = round(CHIPS["v5e"].clock_hz / 1000)
+replay = functools.partial(planning.replay, chip=CHIPS["v5e"])
 # Each chip sends 2 * 3/4 of them, around both rings; and six hops.
 COLLECTIVE_S = 1.5 * MEGABYTES * 1e6 / 100e9 + 6e-6
 
@@ -55,6 +59,40 @@ def computing(name, operand, milliseconds):
     return f"%{name} = SIZE fusion(%{operand}), kind=kLoop, calls=%work, {cycles}"
 
 
+COUNTED = """
+%body (p: (s32[], SIZE)) -> (s32[], SIZE) {
+  %p = (s32[], SIZE) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %v = SIZE get-tuple-element(%p), index=1
+  WORK
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], SIZE) tuple(%next, %r)
+}
+
+%condition (p: (s32[], SIZE)) -> pred[] {
+  %p = (s32[], SIZE) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY"""
+
+
+def looped(*body):
+    loop = (
+        "%zero = s32[] constant(0)",
+        "%start = (s32[], SIZE) tuple(%zero, %x)",
+        "%loop = (s32[], SIZE) while(%start), condition=%condition, body=%body",
+        "ROOT %y = SIZE get-tuple-element(%loop), index=1",
+    )
+    size = MEGABYTES * 250_000
+    text = PROGRAM.format(size=size, body="\n".join(f"  {line}" for line in loop))
+    text = text.replace("ENTRY", COUNTED.replace("WORK", "\n  ".join(body)))
+    return text.replace("SIZE", f"f32[{size}]")
+
+
 SYNCHRONOUS = program(
     computing("a", "x", 10),
     "%b = SIZE all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum",
@@ -90,6 +128,21 @@ def test_an_asynchronous_collective_is_waited_for_as_far_as_it_is_not_done(overl
     # With nothing between its start and its end, it is not asynchronous.
     assert (step.num_async, step.num_sync) == ((1, 0) if overlapped else (0, 1))
     assert len(read_collectives(text)) == 1
+
+
+def test_a_loop_takes_as_long_as_all_of_its_turns():
+    reduced = "%r = SIZE all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}"
+    step = replay(looped(computing("a", "v", 2), f"{reduced}, to_apply=%sum"))
+    assert step.total_s == pytest.approx(7 * (2e-3 + COLLECTIVE_S), rel=1e-6)
+    assert step.compute_s == pytest.approx(14e-3, rel=1e-6)
+    assert (step.num_sync, step.wire_bytes) == (7, 7 * 1.5 * MEGABYTES * 1e6)
+
+
+def test_what_a_step_consists_of_adds_up():
+    step = replay(asynchronous(1))
+    assert sum(step.parts.values()) == pytest.approx(step.total_s)
+    waits = [x for name, x in step.parts.items() if name.startswith("wait: all_reduce")]
+    assert waits == pytest.approx([COLLECTIVE_S - 1e-3])
 
 
 @pytest.mark.slow

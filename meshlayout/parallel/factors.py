@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -255,6 +255,7 @@ class Flow:
     itemsize: int = 1
     depth: int = 0
     runs: int = 1
+    visit: Callable[..., None] = lambda *_: None  # after every operation and its body
 
     def _nbytes(self, size: int) -> int:
         return size * self.runs * self.itemsize

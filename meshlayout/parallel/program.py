@@ -173,7 +173,9 @@ def _walk(flow: Flow, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
 
     for eqn in jaxpr.eqns:
         call = _CALLS.get(eqn.primitive.name, _operation)
-        results = call(flow, eqn, list(map(read, eqn.invars)))
+        args = list(map(read, eqn.invars))
+        results = call(flow, eqn, args)
+        flow.visit(eqn, args, results)
         values.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -190,7 +192,9 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
     # A slice of a weight is a weight, whatever says where it begins; but not a row that
     # the inputs choose.
-    is_row = sum(map(bool, dims[0])) < 2 and any(arg.of_inputs for arg in args[1:])
+    is_row = sum(map(bool, [*dims, ()][0])) < 2 and any(
+        arg.of_inputs for arg in args[1:]
+    )
     sources = args[:1] if name == "dynamic_slice" and not is_row else args
     results = [
         made_of(sources, shape, each, flow.new_bits)

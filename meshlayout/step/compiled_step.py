@@ -115,6 +115,7 @@ class _Jitted:
         self.jitted: Any = None
         # Of the last call: where its arrays were, without PRNG keys, which have to look
         # for that and are whole; and how many leaves were the state's.
+        self.types: list[type] = []
         self.shardings: list[Any] = []
         self.is_compared: list[bool] = []
         self.num_donated = 0
@@ -143,15 +144,13 @@ class _Jitted:
         compared = [*compress(leaves, self.is_compared)]
         donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
         ids = {*map(id, donated)}
-        try:
-            return (
-                [leaf.sharding for leaf in compared] == self.shardings
-                and not any(map(_jax.is_deleted, compared))
-                and len(ids) == len(donated)
-                and ids.isdisjoint(map(id, rest))
-            )
-        except (AttributeError, TypeError):  # of what is no array now
-            return False
+        return (
+            [*map(type, leaves)] == self.types
+            and [leaf.sharding for leaf in compared] == self.shardings
+            and not any(map(_jax.is_deleted, compared))
+            and len(ids) == len(donated)
+            and ids.isdisjoint(map(id, rest))
+        )
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
@@ -195,6 +194,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
         self._last: _Jitted | None = None
+        self.called: Any = None  # the program and types of the last call traced
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
         self._in_flight = 0
@@ -294,7 +294,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
         program = self._last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
-        program.is_compared = [isinstance(x, _jax.ArrayImpl) for x in leaves]
+        program.types = [*map(type, leaves)]
+        program.is_compared = [issubclass(x, _jax.ArrayImpl) for x in program.types]
         program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
         program.results = None
@@ -327,6 +328,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             (state, *_), _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
+        if self.executable:
+            program.jitted = self.executable.wrap(program)
         return program
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -346,6 +349,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
             if program.arguments is not None:  # else, it is only looked at
+                self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._was_called else ""
                 is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))

@@ -57,10 +57,8 @@ def make_eval_step(
         >>> float(metrics["loss"])
         1.0
     """
-    loss = make_loss(
-        "make_eval_step",
-        *(loss_fn, metrics, regularizers, weights, denominator, precision),
-    )
+    options = loss_fn, metrics, regularizers, weights, denominator, precision
+    loss = make_loss("make_eval_step", *options)
     return EvalStep(loss.loss_fn, loss.weights, layouts, on_recompile, loss)
 
 
@@ -87,10 +85,8 @@ class EvalStep(StateStep):
 
         @jax.jit
         def measure(state: TrainState, batch: Batch) -> Metrics:
-            _, denominator = loss.denominators(batch)
-            parts, (_, values, outputs) = loss.parts(
-                state, batch, state.rng, denominator
-            )
+            _, total = loss.denominators(batch)
+            parts, (_, values, outputs) = loss.parts(state, batch, state.rng, total)
             parts = {name: x.sum() for name, x in parts.items()}
             parts |= loss.penalties(state.params)
             weight = loss.total_weight(batch)
@@ -154,11 +150,9 @@ class PredictStep(StateStep):
         function, policy = self._function, self._plan
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
-            result, _, _ = call_model(
-                lambda model: function(model, batch),
-                *(policy, state, state.rng),
-                train=False,
-            )
-            return result
+            rest = policy, state, state.rng
+            return call_model(lambda model: function(model, batch), *rest, train=False)[
+                0
+            ]
 
         return CompiledStep(predict_step, donate=False, **self._options)

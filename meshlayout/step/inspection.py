@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from jax.sharding import Sharding
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf
+from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
 
 
@@ -85,6 +87,7 @@ class StepInspection:
     """
 
     _state_name = "state"  # the step's first parameter
+    executable: Any = None  # from a file
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
@@ -145,6 +148,18 @@ class StepInspection:
             temporary_bytes=analysis.temp_size_in_bytes,
             code_bytes=analysis.generated_code_size_in_bytes,
         )
+
+    def compile_for(self, target: str | Mesh | jax.sharding.Mesh, *args: Any) -> Any:
+        """Compiles for devices that need not be here: `planning.compile_for`."""
+        return meshlayout.planning.compile_for(self, target, *args)
+
+    def save_compiled(self, path: str | os.PathLike[str]) -> None:
+        """Saves the program compiled last in a file: `planning.save_compiled`."""
+        meshlayout.planning.save_compiled(self, path)
+
+    def load_compiled(self, path: str | os.PathLike[str]) -> None:
+        """Takes the first program from a file: `planning.load_compiled`."""
+        meshlayout.planning.load_compiled(self, path)
 
 
 def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:

@@ -102,6 +102,7 @@ class StateStep(StepInspection):
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
+            compiled.executable = self.executable
             first = batch[0] if isinstance(batch, list) and batch else batch
             weights = None if self.weights is None else get_weights(first, self.weights)
             if isinstance(weights, np.ndarray) and self._function not in _told:

@@ -46,40 +46,25 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between the two values of a leaf.
+    """The largest difference between the two values of a leaf."""
 
-    Attributes:
-        path: The path of the leaf, which begins with `state` or `aux`.
-        largest: The largest difference; infinite if only one value is NaN.
-        allowed: The largest difference that passes.
-        text: What differs and by how much; empty if it passes.
-    """
-
-    path: str
-    largest: float
-    allowed: float
-    text: str = ""
+    path: str  # of the leaf; it begins with `state` or `aux`
+    largest: float  # infinite if only one value is NaN
+    allowed: float  # the largest difference that passes
+    text: str = ""  # what differs and by how much; empty if it passes
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
-
-    Attributes:
-        mesh: The mesh.
-        num_steps: The number of steps that were compared.
-        differences: One `Difference` per leaf of the results of the last step.
-    """
+    """The result of `verify`."""
 
     mesh: Mesh
-    num_steps: int
-    differences: tuple[Difference, ...]
+    num_steps: int  # that were compared
+    differences: tuple[Difference, ...]  # of state and other results, after the last
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.differences)} leaves agree on {self.mesh!r} and on one device, "
-            f"steps: {self.num_steps}."
-        )
+        fact = f"{len(self.differences)} leaves agree on {self.mesh!r}"
+        return f"{fact} and on one device, steps: {self.num_steps}."
 
 
 @_checks.user_call

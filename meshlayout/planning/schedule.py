@@ -15,22 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshlayout.errors import MeshError
 from meshlayout.hlo.collectives import _CHAIN, _CHANNEL, _OPCODES, _PIECE, _collective
 from meshlayout.hlo.origins import Origins
 from meshlayout.hlo.program import Instruction, Program
-
-
-# A v5e chip, https://cloud.google.com/tpu/docs/v5e: 197 TFLOP/s in bfloat16, 819 GB/s
-# of memory, and between chips 1,600 Gbit/s each way over four ports. Its four units of
-# 128 x 128 multiply-adds do 197 TFLOP/s at 1.5 GHz.
-FLOPS_PER_S = 197e12
-MEMORY_BYTES_PER_S = 819e9
-CLOCK_HZ = FLOPS_PER_S / (4 * 128 * 128 * 2)
-PORT_BYTES_PER_S = 1600e9 / 8 / 4
-# The programs say that a large all-reduce goes around two rings in opposite directions
-# ("colors:2"), which is two ports of each chip.
-BYTES_PER_S = 2 * PORT_BYTES_PER_S
-HOP_S = 1e-6  # assumed, per chip that a small message passes
+from meshlayout.planning.chips import Chip
 
 
 @dataclass(frozen=True)
@@ -50,10 +39,22 @@ class Replay:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def replay(text: str) -> Replay:
-    """Runs through a program's schedule, with one collective after another."""
+def replay(text: str, chip: Chip, *, hop_s: float = 1e-6) -> Replay:
+    """Runs through a program's schedule, with one collective after another.
+
+    Args:
+        text: The program's, as `compiled.as_text()`.
+        chip: What it runs on.
+        hop_s: The latency of a message from one device to the next, in seconds.
+
+    Raises:
+        MeshError: If the chip's compiler estimates no cycles.
+    """
+    if chip.clock_hz is None:
+        msg = f"the compiler for {chip.name} estimates no cycles to replay."
+        raise MeshError(msg)
     program = Program(text)
-    run = _Run(program, Origins(program, {}, ()))
+    run = _Run(program, Origins(program, {}, ()), chip, chip.clock_hz, hop_s)
     run.computation(program.entry)
     totals, parts = run.totals, dict[str, float]()
     for key, seconds in sorted(totals.items(), key=lambda x: -x[1]):
@@ -70,6 +71,9 @@ class _Run:
 
     program: Program
     origins: Origins
+    chip: Chip
+    clock_hz: float
+    hop_s: float
     network_free: float = 0.0
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     # What goes on: when it ends, the computing before it, and its name.
@@ -129,7 +133,7 @@ class _Run:
                 cycles = 0 if collective is instruction else cycles
         if start is not None and collective is not None:
             self._send(start, collective)
-        totals, seconds = self.totals, cycles / CLOCK_HZ
+        totals, seconds = self.totals, cycles / self.clock_hz
         totals["now"] += seconds
         totals["compute"] += seconds
         if seconds:
@@ -149,7 +153,7 @@ class _Run:
         sent, n = facts.wire_bytes / max(1, facts.times), facts.num_devices
         hops = ring_hops(n) * (2 if facts.kind == "all_reduce" else 1)
         hops = 1 if facts.kind == "collective_permute" else hops
-        seconds = sent / BYTES_PER_S + hops * HOP_S
+        seconds = sent / self.chip.ring_bytes_per_s + hops * self.hop_s
         name = ", ".join(filter(None, (facts.kind, facts.module or facts.source)))
         self.network_free = max(self.network_free, self.totals["now"]) + seconds
         self.pending[key] = self.network_free, self.totals["compute"], name

@@ -1,0 +1,186 @@
+"""What accelerators do at most, and slices of them that are only described.
+
+All constants of the estimates are in `CHIPS`, from the makers' pages. A device is what
+JAX counts as one: on v4, half a chip.
+"""
+
+import functools
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshlayout import _jax
+from meshlayout.errors import MeshError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one device does at most."""
+
+    name: str
+    flops_per_s: float  # of matrix products in bfloat16
+    memory_bytes: float  # that a program may take, by the compiler
+    memory_bytes_per_s: float  # read and written
+    ring_bytes_per_s: float  # sent in a ring, in both directions together
+    clock_hz: float | None  # of the cycles that its compiler estimates, if it does
+    source: str  # of the figures
+    scratch_bytes: float = 0.0  # of memory on the chip, where compilers put what fits
+
+
+def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:
+    # The clock at which the matrix units do the peak. Compiled, a product of two 4096 x
+    # 4096 matrices takes 1.03 (v5e), 1.04 (v5p), 1.12 (v4) and 1.15 (v6e) times the
+    # ideal. Memory is what libtpu says is available; it puts 100 MB on the chip (v5e).
+    clock, source = flops / (2 * macs), f"https://cloud.google.com/tpu/docs/{name}"
+    cores = 2 if name == "v4" else 1
+    rate, port = (x / cores for x in rates)
+    facts = flops / cores, memory * 2**30, rate, 2 * port, clock, source, 1e8
+    return Chip(f"TPU {name}", *facts)
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+# Ports of TPUs: the page's rate of a chip over its ports and both directions; there are
+# 4 ports on v5e and v6e, and 6 on v4 and v5p.
+CHIPS = {
+    "v4": _tpu("v4", 275e12, 15.25, 1.228e12, 50e9, macs=8 * 128**2),
+    "v5e": _tpu("v5e", 197e12, 15.75, 0.819e12, 50e9, macs=4 * 128**2),
+    "v5p": _tpu("v5p", 459e12, 95.74, 2.765e12, 100e9, macs=8 * 128**2),
+    "v6e": _tpu("v6e", 918e12, 31.25, 1.640e12, 100e9, macs=4 * 256**2),
+    "a100": Chip("A100", 312e12, 80e9, 2.039e12, 300e9, None, f"{_NVIDIA}a100"),
+    "h100": Chip("H100", 989e12, 80e9, 3.35e12, 450e9, None, f"{_NVIDIA}h100"),
+    "h200": Chip("H200", 989e12, 141e9, 4.8e12, 450e9, None, f"{_NVIDIA}h200"),
+    # Nominal: it ranks layouts; it predicts no time.
+    "cpu": Chip("CPU", 5e10, math.inf, 1e10, 5e9, None, "an assumption"),
+}
+_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6": "v6e", "v5": "v5p", "v4": "v4"}
+
+_GRIDS_2D = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_GRIDS_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
+_GRIDS = {
+    "v4": _GRIDS_3D.split(),
+    "v5e": _GRIDS_2D.split(),
+    "v5p": [*_GRIDS_3D.split(), "16x16x16", "16x16x24"],
+    "v6e": _GRIDS_2D.split(),
+}
+
+# What the compiler asks of an H100 that is not there: NVIDIA's data sheet, and CUDA's
+# device query. tests/test_gpu_programs.py compiles for it.
+_H100 = """
+platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 8 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000 device_memory_size: 84978434048
+  l2_cache_size: 52428800 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_warp: 32 threads_per_core_limit: 2048 threads_per_block_limit: 1024
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+"""
+
+# Without a TPU's own environment, libtpu asks a metadata server, and one process locks
+# out the others, as the workers of `plan`.
+_VARIABLES = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@functools.cache  # so that meshes of one topology are equal
+def describe_devices(topology: str) -> list[_jax.Device]:
+    """Returns devices that are not here, to make a mesh of and to compile for.
+
+    They hold no arrays: lower and compile steps for them with abstract arrays. A TPU
+    slice needs libtpu, GPUs need JAX's plugin for CUDA; neither needs the hardware.
+
+    Args:
+        topology: A TPU slice, as `"v5e:4x4"`, or a number of GPUs, as `"h100:8"`.
+
+    Raises:
+        MeshError: If there is no such topology, or its compiler is not installed.
+
+    Example:
+        >>> devices = describe_devices("v5e:2x4")  # doctest: +SKIP
+        >>> ml.create_mesh({"batch": 2, "model": 4}, devices=devices)  # doctest: +SKIP
+        Mesh(batch=2, model=4; batch across 2 processes)
+    """
+    kind, sizes = parse_topology(topology)
+    platform, name, extra = "tpu", topology.strip().lower(), "tpu"
+    options: dict[str, Any] = {}
+    if kind == "h100":
+        platform, name, extra = "cuda", kind, "cuda12"
+        options = {"topology": "1x{}x{}".format(*sizes), "target_config": _H100}
+    elif jax.default_backend() != "tpu":
+        os.environ.update({k: x for k, x in _VARIABLES.items() if k not in os.environ})
+    if math.prod(sizes) == 1 and platform == "tpu":
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        return _jax.described_devices(platform, name, **options)
+    except (RuntimeError, ImportError) as error:
+        # The same version, so that pip keeps the installed jax.
+        install = f"pip install 'jax[{extra}]=={jax.__version__}'"
+        fact = f"there is no compiler for {topology!r}: {str(error).splitlines()[0]}"
+        raise MeshError(f"{fact} If it is not installed, {install}.") from error
+
+
+def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the kind of chip and the grid; of GPUs, hosts and the GPUs of each."""
+    text = topology.strip().lower() if isinstance(topology, str) else ""
+    kind, _, grid = text.partition(":")
+    count = int(grid) if kind == "h100" and grid.isdecimal() else 0
+    if count in (1, 2, 4) or (count and count % 8 == 0):
+        return kind, (max(1, count // 8), min(count, 8))
+    if grid in _GRIDS.get(kind, ()):
+        return kind, tuple(map(int, grid.split("x")))
+    names = [f"{name}:{grid}" for name, grids in _GRIDS.items() for grid in grids]
+    names += [f"h100:{count}" for count in (1, 2, 4, 8)]
+    some = [name for name in names if name.startswith(f"{kind}:")] or names
+    hint = did_you_mean(text, names)
+    msg = f"there is no topology {topology!r}.{hint} There are {', '.join(some)}."
+    raise MeshError(msg)
+
+
+def larger_topology(topology: str) -> str:
+    """Returns the next larger slice of the same chips, or an empty string."""
+    kind, _, grid = topology.partition(":")
+    grids = _GRIDS.get(kind, [])
+    rest = grids[grids.index(grid) + 1 :] if grid in grids else []
+    return f"{kind}:{rest[0]}" if rest else ""
+
+
+def chip_of(device: _jax.Device) -> Chip:
+    """Returns the figures of a device, described or here, or raises MeshError."""
+    kind = str(getattr(device, "device_kind", "")).lower()
+    names = _KINDS if device.platform == "tpu" else {name: name for name in CHIPS}
+    for part, name in names.items():
+        if part in (kind if device.platform != "cpu" else "cpu"):
+            return CHIPS[name]
+    known = ", ".join(chip.name for chip in CHIPS.values())
+    raise MeshError(f"the figures of {kind!r} are not known, only of {known}.")
+
+
+_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available \w+ \(([\d.]+)([KMGT]?)")
+_USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def memory_refusal(error: BaseException) -> tuple[float, float] | None:
+    """Returns the bytes that a program needs and has, if it was refused for these."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return None
+    match = _USED.search(text) or _MEMORY.search(text)
+    needed, unit, available, other = match.groups() if match else ("nan", "", "nan", "")
+    return float(needed) * _UNITS[unit], float(available) * _UNITS[other]

@@ -1,0 +1,190 @@
+"""The result of `plan`: candidates, what they cost, and what their time consists of."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from meshlayout import _render
+from meshlayout._batches import batch_axes
+from meshlayout.errors import MeshLayoutError
+from meshlayout.layout_map import LayoutMap
+from meshlayout.mesh import Mesh, sizes_text
+from meshlayout.parallel import zero_rule
+from meshlayout.planning.estimate import Estimate
+
+
+_OFFLOAD = 'layouts |= {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}'
+_BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
+
+
+@dataclass(frozen=True, repr=False)
+class Row:
+    """A candidate, which is a mesh, a layout map and options, and what it costs.
+
+    `source` is `"compiled"` for the compiler's memory and schedule, `"roofline"` for
+    its memory and the program's FLOPs and bytes over peaks, or `"estimated"`.
+    """
+
+    name: str  # such as "fsdp"
+    topology: str
+    mesh: Mesh
+    layouts: LayoutMap
+    code: tuple[str, ...] = ()  # that makes the layouts
+    step_options: Mapping[str, Any] = field(default_factory=dict)  # besides those given
+    error: str = ""  # why there is no program: the compiler's first line
+    source: Literal["estimated", "compiled", "roofline"] = "estimated"
+    rows: int = 0  # of a global batch
+    tokens: int = 0  # of a global batch
+    memory_bytes: float = math.inf  # that each device has
+    peak_bytes: float = math.nan  # that each device holds at the most
+    step_s: float = math.nan
+    bound: str = ""  # "compute", "memory" or "network": what takes the most time
+    utilization: float = math.nan  # model FLOPs as a share of what devices could do
+    sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds
+    compile_s: float = 0.0
+    host_bytes: int = 0  # that the compilation took
+    estimate: Estimate | None = None  # of before the compilation
+
+    def with_options(self, **options: object) -> "Row":
+        """Returns the same candidate with other options of the step."""
+        return replace(self, step_options={**self.step_options, **options})
+
+    def offloaded(self) -> "Row":
+        """Returns the same candidate with the optimizer's state on the host."""
+        rule = zero_rule(self.mesh, memory_kind="pinned_host")
+        layouts = self.layouts | {"^opt_state/": rule}
+        return replace(self, layouts=layouts, code=(*self.code, _OFFLOAD))
+
+    def in_bfloat16(self) -> "Row":
+        """Returns the same candidate with the optimizer's state in bfloat16."""
+        return replace(self, code=(*self.code, _BFLOAT16))
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether the optimizer's state is in bfloat16 for it."""
+        return _BFLOAT16 in self.code
+
+    @property
+    def activations(self) -> LayoutMap:
+        """The layout of what loops carry, which XLA may shard like the weights."""
+        return LayoutMap(self.mesh, {"carry": (batch_axes(self.mesh), ...)})
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a program, and it fits each device's memory."""
+        return not self.error and not self.peak_bytes > self.memory_bytes
+
+    @property
+    def examples_per_s(self) -> float:
+        """Examples per second on all devices."""
+        return self.rows / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices."""
+        return self.tokens / self.step_s
+
+    def to_code(self) -> str:
+        """Returns Python that makes the mesh, the maps, the state and the step."""
+        axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
+        rules = f"{{'carry': ({batch_axes(self.mesh)!r}, ...)}}"
+        options = [f"{name}={value!r}" for name, value in self.step_options.items()]
+        call = ", ".join(["loss_fn", "layouts=carry", *options, "**step_options"])
+        lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
+        lines += [*self.code, "state = ml.TrainState.create(build, optimizer, layouts)"]
+        lines += [f"carry = ml.LayoutMap(mesh, {rules})  # of activations in loops"]
+        return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns values by name, for JSON; numbers that are not known are None."""
+        names = "topology source step_s bound peak_bytes memory_bytes utilization error"
+        names += " sent compile_s host_bytes fits examples_per_s tokens_per_s"
+        facts: dict[str, Any] = {x: getattr(self, x) for x in names.split()}
+        for name, value in facts.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                facts[name] = None
+        facts |= {"name": str(self), "step_options": dict(self.step_options)}
+        return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
+
+    def __str__(self) -> str:
+        texts = [self.name, *(f"{name}={x}" for name, x in self.step_options.items())]
+        texts += ["optimizer on the host"] * (_OFFLOAD in self.code)
+        return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
+
+    def __repr__(self) -> str:
+        cells = [x for x in (*self._cells()[3:6], self.source) if x]
+        return f"{self} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
+
+    def _cells(self) -> list[str]:
+        room = self.memory_bytes - self.peak_bytes
+        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
+        if math.isfinite(room) and (self.fits or room < 0):
+            side = "left" if room >= 0 else "over"
+            fits += f", {_render.bytes_text(abs(room))} {side}"
+        step, *rates = ["", "", ""]
+        if not math.isnan(self.step_s):
+            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
+            rates = [f"{self.examples_per_s:,.0f}{tokens}", f"{self.utilization:.0%}"]
+            step = f"{self.step_s * 1e3:.4g} ms"
+        sent = (f"{k} {_render.bytes_text(x)}" for k, x in self.sent.items())
+        place = [self.topology, sizes_text(self.mesh.shape), str(self)]
+        return [*place, fits, step, self.bound, *rates, "; ".join(sent), self.source]
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking:
+    """The result of `plan`: text if printed, a table in notebooks.
+
+    Rows that fit come first, the compiled ones of these before the others, each by
+    examples per second and device. Where none fits, `changes` has the smallest change
+    with which one does. `notes` say what else there is, as that the budget has ended.
+    """
+
+    rows: tuple[Row, ...]
+    changes: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether any candidate fits."""
+        return any(row.fits for row in self.rows)
+
+    @property
+    def best(self) -> Row:
+        """The best candidate, or change; MeshLayoutError if nothing fits."""
+        for row in (*self.rows, *self.changes):
+            if row.fits:
+                return row
+        msg = "no candidate fits, and no change of one: take a larger slice."
+        raise MeshLayoutError(msg)
+
+    def explain(self, row: Row | int = 0) -> str:
+        """Returns what the time of a row, or of its place in `rows`, consists of."""
+        chosen = self.rows[row] if isinstance(row, int) else row
+        parts, total = [*chosen.parts.items()], sum(chosen.parts.values())
+        parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
+        lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
+        headers = ["what", "time", "share"]
+        return _render.text_table(headers, lines, "lrr", [repr(chosen)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns values by name, for JSON."""
+        rows, changes = ([x.to_dict() for x in y] for y in (self.rows, self.changes))
+        return {"rows": rows, "changes": changes, "notes": list(self.notes)}
+
+    def __repr__(self) -> str:
+        return _render.text_table(*self._table(), self._notes())
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(*self._table(), notes=self._notes())
+
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
+        headers = ["topology", "mesh", "layouts", "memory", "step", "bound"]
+        headers += ["examples per s", "MFU", "sent", ""]
+        return headers, [row._cells() for row in self.rows], "llllrlrrll"
+
+    def _notes(self) -> list[str]:
+        changes = [f"would fit: {row}" for row in self.changes]
+        return [*["Nothing fits."] * (not self.fits), *self.notes, *changes]

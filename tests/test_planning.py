@@ -1,0 +1,330 @@
+"""Programs ahead of time, the doctor and the command line."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.planning import checkup, chips, command_line
+from tests.processes import run_processes
+
+
+BATCH = {"x": np.ones((8, 4), "float32"), "y": np.zeros((8, 2), "float32")}
+
+
+def build():
+    return nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+
+def squares(model, batch):
+    return (model(batch["x"]) - batch["y"]) ** 2
+
+
+def new_state(**axes):
+    mesh = ml.create_mesh(axes or {"batch": 8})
+    return ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(mesh))
+
+
+# Executables in files.
+
+
+def steps_of(folder, load):
+    """Runs steps from files, or saves them; returns what they measure and compile."""
+    compiled, results = [], []
+
+    def noted(event, _, **facts):
+        if "backend_compile" in event:
+            compiled.append(str(facts))
+
+    @ml.compile_step
+    def add(state, batch):
+        error = (batch["x"] @ state["w"] - batch["y"]).mean()
+        return {"w": state["w"] + error}, {"loss": error}
+
+    def evaluate(state, batch):
+        return state, evaluation(state, batch)
+
+    evaluation, train = ml.make_eval_step(squares), ml.make_train_step(squares)
+    mesh = ml.create_mesh()
+    plain = {"w": ml.relayout(np.ones((4, 2), "float32"), mesh.layout(None, None))}
+    on_mesh = ml.relayout(BATCH, mesh.layout("batch", ...))
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    for step, owner, state, batch in [
+        (add, add, plain, on_mesh),
+        (evaluate, evaluation, new_state(), BATCH),
+        (train, train, new_state(), BATCH),
+    ]:
+        path = f"{folder}/{owner.__name__}"
+        if load:
+            owner.load_compiled(path)
+        for index in range(2):
+            old, (state, metrics) = state, step(state, batch)
+            results.append(float(metrics["loss"]))
+            assert jax.tree.leaves(old)[0].is_deleted() == (step is not evaluate)
+            if not (load or index):
+                owner.save_compiled(path)
+    names = ("add", "train_step", "eval_step")
+    return results, [x for x in compiled if any(name in x for name in names)]
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_another_process_runs_saved_steps_without_compiling(tmp_path, count):
+    options = {"devices_per_process": 8 // count, "initialize": count > 1}
+    if count == 1:
+        saved = [steps_of(str(tmp_path), False)]
+    else:
+        saved = run_processes(count, steps_of, str(tmp_path), False, **options)
+    loaded = run_processes(count, steps_of, str(tmp_path), True, **options)
+    assert len(saved) == len(loaded) == count
+    for (expected, compiled), (results, again) in zip(saved, loaded, strict=True):
+        assert compiled != []
+        assert (results, again) == (expected, [])
+
+
+def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
+    @ml.compile_step
+    def step(state, x):
+        return {"w": state["w"] + x.sum()}, None
+
+    path = tmp_path / "step.bin"
+    state, _ = step({"w": jax.numpy.zeros(2)}, jax.numpy.ones(3))
+    step.save_compiled(path)
+    step.load_compiled(path)
+    state, _ = step(state, jax.numpy.ones(3))
+    with pytest.warns(ml.errors.RecompileWarning, match="changed from f32"):
+        state, _ = step(state, jax.numpy.ones(4))
+    assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
+
+
+def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatch):
+    path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
+    with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
+        step.save_compiled(path)
+    step(new_state(), BATCH)
+    step.save_compiled(path)
+    double = ml.make_train_step(lambda model, batch: 2 * squares(model, batch))
+    devices = ml.create_mesh({"batch": 4}, devices=jax.devices()[4:])
+    elsewhere = ml.TrainState.create(build, optax.adam(0.1), ml.parallel.fsdp(devices))
+    for other, given, words in [
+        (double, state, "stablehlo.constant"),
+        (ml.make_train_step(squares), elsewhere, "+devices [4, 5, 6, 7]. Save"),
+    ]:
+        other.load_compiled(path)
+        with pytest.raises(ml.errors.StepError) as caught:
+            other(given, BATCH)
+        assert "another program than this one (- saved, + here): " in str(caught.value)
+        assert words in str(caught.value)
+        assert not given.step.is_deleted()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.1.0")
+        with pytest.raises(ml.errors.StepError, match=r"jax 0\.1\.0\. Save it"):
+            step.load_compiled(path)
+    content = path.read_bytes()
+    for damaged in (b"", content[:-99], content[:500] + b"00" + content[502:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ml.errors.StepError, match="or it is damaged"):
+            step.load_compiled(path)
+
+
+# Programs for devices that are not here.
+
+
+def test_topologies_that_do_not_exist_name_those_that_do():
+    for text in ("", "v9:2x2", "h100:3", "v5e:4x5", None, 8):
+        with pytest.raises(ml.errors.MeshError, match="there is no topology"):
+            ml.planning.describe_devices(text)
+
+
+def test_without_libtpu_the_line_that_adds_it_keeps_jax(monkeypatch):
+    def no_compiler(*args, **kwargs):
+        raise RuntimeError("no libtpu")
+
+    monkeypatch.setattr(chips._jax, "described_devices", no_compiler)
+    with pytest.raises(ml.errors.MeshError) as caught:
+        ml.planning.describe_devices("v5e:2x4")
+    line = f"pip install 'jax[tpu]=={jax.__version__}'"
+    assert str(caught.value).endswith(f"If it is not installed, {line}.")
+
+
+def test_a_step_is_compiled_for_a_slice_with_its_reports():
+    pytest.importorskip("libtpu")
+    state, batch = new_state(batch=4, model=2), BATCH
+    step = ml.make_train_step(squares)
+    layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 4, "model": 2}))
+    described = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
+    for args in [(state, batch), (described, jax.eval_shape(lambda: batch))]:
+        program = step.compile_for("v5e:2x4", *args)
+        assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
+        assert program.mesh.platform == "tpu"
+        assert program.communication["all_reduce"] == 1
+        assert program.cost.flops == step.cost(state, batch).flops
+        assert program.memory.parameter_bytes == 40
+        assert "all_reduce" in str(program)
+    assert dict(step.compile_for("v5e:4x4", state, batch).mesh.shape)["batch"] == 8
+    here = ml.create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4])
+    program = step.compile_for(here, state, batch)
+    assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
+
+
+def test_a_program_that_does_not_fit_says_by_how_much():
+    pytest.importorskip("libtpu")
+    large = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "float32")}
+    step = ml.compile_step(lambda state, x: ({"w": state["w"] @ state["w"]}, x))
+    with pytest.raises(ml.errors.StepError, match="GiB on each device"):
+        step.compile_for("v5e:1x1", large, BATCH)
+
+
+# The doctor.
+
+
+JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], cache="/c", data="/d", cores=2)
+PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
+GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
+TPU = {"versions": JAX | {"libtpu": "0.0.5"}, "libtpu_pin": "0.0.42"}
+DEAD = {"platform": "", "devices": [], "failure": "none."}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("pip install 'jaxlib==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
+        ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
+        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-pjrt": "0.8.1"}}),
+        ("is made for libtpu 0.0.42", TPU),
+        ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
+        ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
+        ("this machine has a GPU, but JAX uses the CPU; another process", GPU),
+        ("has no plugin: pip install 'jax[tpu]==0.10.2'", {"hardware": ["tpu"]}),
+        ("JAX starts no devices (none); look at what", DEAD),
+        ("8 virtual devices came too late", {"asked_devices": 8}),
+        ("set NPROC=16 before JAX starts", {"devices": ["cpu"] * 8}),
+        ("add 10.0.0.1 to no_proxy", {"environment": PROXY}),
+        ("pip install 'meshlayout[checkpoint]'", {"needs": ["checkpoint"]}),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
+    [sentence] = dataclasses.replace(WELL, **changes).wrong
+    assert words in sentence
+    assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        TPU | {"libtpu_pin": "0.0.5"},
+        {"platform": "gpu", "hardware": ["gpu"]},
+        {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
+        {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
+        {"environment": {"https_proxy": "http://proxy:3128"}},
+        {"needs": ["ray"], "versions": JAX | {"ray": "2", "cloudpickle": "3"}},
+    ],
+)
+def test_nothing_is_wrong_with_a_machine_that_works(changes):
+    machine = dataclasses.replace(WELL, **changes)
+    assert (machine.wrong, machine.advice) == ([], [])
+
+
+def test_what_could_be_better_is_advice():
+    slow = {"cache": "", "data": "", "environment": {"NPROC": "64"}}
+    advice = dataclasses.replace(WELL, **slow).advice
+    for line, name in zip(advice, ("NPROC", "JAX_COMP", "TFDS_DATA"), strict=True):
+        assert name in line
+
+
+def test_the_checkup_of_this_machine_is_a_table_and_json():
+    with pytest.raises(ml.MeshLayoutError, match="Did you mean 'data'"):
+        ml.doctor(needs=["dta"])
+    result = ml.doctor()
+    assert 'ml.create_mesh({"batch": 8})' in str(result)
+    assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
+
+
+# The command line.
+
+
+def run(*arguments, **variables):
+    """Runs the command in a process; returns its status and output."""
+    program = [sys.executable, "-m", "meshlayout", *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, "text": True, "check": False}
+    result = subprocess.run(program, env=os.environ | variables, **options)
+    return result.returncode, result.stdout
+
+
+def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "doctor", lambda needs: WELL)
+    assert command_line.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["wrong"] == []
+    status, text = run("doctor", JAX_PLATFORMS="cuda")
+    assert status == 1
+    assert "asked for by JAX_PLATFORMS=cuda: unset it" in text
+
+
+def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
+    pytest.importorskip("orbax.checkpoint")
+    with ml.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, new_state(), metrics={"loss": float("nan")})
+    inspect = ["inspect", str(tmp_path / "run")]
+    assert command_line.main(inspect) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "steps: 1, 2"
+    [kernel] = [line.split() for line in lines if line.startswith("params/kernel")]
+    assert kernel[1:] == ["f32[4,", "2]", "[unsharded,", "unsharded]", "Mesh(batch=8)"]
+    assert command_line.main([*inspect, "--json", "--step=1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["steps"], facts["step"]) == ([1, 2], 1)
+    assert facts["arrays"]["params/kernel"].startswith("f32[4, 2]")
+    assert facts["metrics"] == {"loss": None}
+    for wrong_place in ([*inspect, "--step=3"], [f"{inspect[1]}/none"]):
+        assert command_line.main(["inspect", *wrong_place[-2:]]) == 1
+    assert not (tmp_path / "run" / "none").exists()
+
+
+PROBLEM = """
+import jax, optax, meshlayout as ml
+from flax import nnx
+
+def problem():
+    batch = jax.ShapeDtypeStruct((8, 8), "float32")
+    return {
+        "build": lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "batch": batch,
+        "loss_fn": lambda model, x: model(x) ** 2, "optimizer": optax.sgd(0.1),
+        "topology": ml.create_mesh(), "budget_s": 0,
+    }
+"""
+
+
+def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PROBLEM)
+    assert command_line.main(["plan", "mine.py:problem", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] != []
+    for text, words in [
+        ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
+        ("mine", "'mine' is not module:function or file.py:function."),
+        ("none.py:problem", "'none.py' cannot be imported"),
+    ]:
+        assert command_line.main(["plan", text]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_launch_is_a_sub_command_that_loads_no_jax(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('number', os.environ['JAX_PROCESS_ID'])")
+    status, out = run("launch", "--json", "-n", "2", script)
+    *lines, facts = out.splitlines()
+    assert sorted(lines) == ["[0] number 0", "[1] number 1"]
+    assert (status, json.loads(facts)["exit_status"]) == (0, 0)
+    program = "import sys, meshlayout.__main__; print('jax' in sys.modules)"
+    result = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert result == "False\n"
