@@ -3,8 +3,8 @@
 `python -m benchmarks.context` compiles a train step of a transformer on one sequence of
 32,768 tokens for a v5e:2x4 slice, which need not be there. It prints for each way the
 megabytes that a chip sends, the peak of its memory, and the milliseconds of a step by
-the schedule of its program (`meshlayout/planning/schedule.py`). Of a program that does not fit,
-it prints what the compiler says it needs.
+the schedule of its program (`meshlayout.planning.replay`). Of a program that does not
+fit, it prints what the compiler says it needs.
 """
 
 import argparse
@@ -22,6 +22,7 @@ os.environ.update(
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 
 import jax
@@ -30,8 +31,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout import parallel
-from meshlayout.planning.chips import CHIPS
-from meshlayout.planning.schedule import replay
+from meshlayout.planning import CHIPS, replay
 from models import transformer
 from tests.tpu import create_slice_mesh
 
@@ -86,7 +86,9 @@ def figures(name: str, length: int, num_layers: int) -> list[str]:
         compiled = lower(name, length, num_layers).compile()
     except jax.errors.JaxRuntimeError as error:
         needs = re.search(r"Used ([\d.]+[GM]) of", str(error))
-        return ["", f"does not fit, needs {needs[1] if needs else '?'}B", ""]
+        if needs is None:
+            raise
+        return ["", f"does not fit, needs {needs[1]}B", ""]
     memory = compiled.memory_analysis()
     peak = (
         memory.argument_size_in_bytes
