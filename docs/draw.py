@@ -23,6 +23,97 @@ ARRAYS = {
     "biases": ((256,), (None,), 88),
 }
 
+# One picture for each parallelism of the guide: its mesh, the arrays with their layouts
+# (of two of their dims), and what a step sends.
+PARALLELISMS = {
+    "data": (
+        {"batch": 8},
+        {
+            "batch (rows, ...)": ("batch", None),
+            "parameters": (None, None),
+        },
+        "all-reduce of the gradients",
+    ),
+    "fsdp": (
+        {"batch": 8},
+        {
+            "batch (rows, ...)": ("batch", None),
+            "parameters, slots": ("batch", None),
+            "a layer in use": (None, None),
+        },
+        "all-gather of each layer's parameters, reduce-scatter of its gradients",
+    ),
+    "hybrid": (
+        {"replica": 2, "fsdp": 4},
+        {
+            "batch (rows, ...)": (("replica", "fsdp"), None),
+            "parameters, slots": ("fsdp", None),
+        },
+        "as fsdp along 'fsdp'; all-reduce of the gradients along 'replica'",
+    ),
+    "tensor": (
+        {"batch": 2, "model": 4},
+        {
+            "batch (rows, ...)": ("batch", None),
+            "first matrix": (None, "model"),
+            "second matrix": ("model", None),
+        },
+        "all-reduce of activations, one for each half of a block",
+    ),
+    "sequence": (
+        {"batch": 2, "model": 4},
+        {
+            "residual (rows, length)": ("batch", "model"),
+            "first matrix": (None, "model"),
+            "second matrix": ("model", None),
+        },
+        "all-gather before each half of a block, reduce-scatter after it",
+    ),
+    "ring": (
+        {"batch": 2, "seq": 4},
+        {
+            "queries (rows, length)": ("batch", "seq"),
+            "keys, at first": ("batch", "seq"),
+            "parameters": (None, None),
+        },
+        "keys and values to the next device, until each has met all",
+    ),
+    "all_to_all": (
+        {"seq": 8},
+        {
+            "(length, heads) outside": ("seq", None),
+            "in attention": (None, "seq"),
+            "parameters": (None, None),
+        },
+        "all-to-all of queries, keys, values and results",
+    ),
+    "experts": (
+        {"batch": 2, "expert": 4},
+        {
+            "tokens (rows, ...)": (("batch", "expert"), None),
+            "experts (number, ...)": ("expert", None),
+            "the rest": (None, None),
+        },
+        "all-to-all of tokens to their experts, and of results back",
+    ),
+    "pipeline": (
+        {"batch": 2, "stage": 4},
+        {
+            "batch (rows, ...)": ("batch", None),
+            "blocks (layer, ...)": ("stage", None),
+        },
+        "activations of a microbatch to the next stage",
+    ),
+    "space": (
+        {"batch": 2, "height": 2, "width": 2},
+        {
+            "images (height, width)": ("height", "width"),
+            "kernels": (None, None),
+        },
+        "edges of shards to the neighbors; all-reduce of the gradients",
+    ),
+}
+
 TEXT = {"light": "#1f2937", "dark": "#e5e7eb"}
 QUIET = {"light": "#6b7280", "dark": "#9ca3af"}
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
@@ -104,6 +195,24 @@ def overview(scheme: str, *, is_narrow: bool = False) -> str:
     )
 
 
+def parallelism(name: str, scheme: str) -> str:
+    """Draws the arrays of one parallelism as they lie on eight devices."""
+    axes, arrays, sent = PARALLELISMS[name]
+    mesh, color, quiet = ml.create_mesh(axes), TEXT[scheme], QUIET[scheme]
+    parts = [text(8, 20, repr(mesh).removeprefix("Mesh"), quiet, 12, MONO)]
+    for number, (title, spec) in enumerate(arrays.items()):
+        shards = ml.visualize(ml.Layout(list(spec), mesh), (8, 8))._picture
+        x = 8 + 214 * number
+        parts += grid(shards, x, 58, 190, 128)
+        parts.append(text(x + 2, 46, title, color, 13))
+    parts.append(text(8, 212, f"sent: {sent}", color, 13))
+    body, label = "\n".join(parts), html.escape(f"{name}: {sent}")
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 222" width="640" '
+        f'height="222" role="img" aria-label="{label}">\n{body}\n</svg>\n'
+    )
+
+
 def logo() -> str:
     """Draws a mesh of three by three devices."""
     picture = _render.mesh_picture(("", ""), (3, 3), range(9))
@@ -127,6 +236,8 @@ def drawings() -> dict[str, str]:
     for scheme in TEXT:
         files[f"overview-{scheme}.svg"] = overview(scheme)
         files[f"overview-narrow-{scheme}.svg"] = overview(scheme, is_narrow=True)
+        for name in PARALLELISMS:
+            files[f"{name}-{scheme}.svg"] = parallelism(name, scheme)
     return files
 
 

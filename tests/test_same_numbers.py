@@ -5,6 +5,7 @@ The other side is raw JAX on one device, in `raw_steps`. Without
 in turn with 1 and 4 microbatches, and Linen's on one.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -17,7 +18,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from models import convnet, mlp, resnet, transformer
+from models import convnet, mlp, moe, resnet, transformer
 from models.transformer import TransformerConfig
 from tests import raw_steps
 from tests.flax_versions import module_list
@@ -68,10 +69,62 @@ MODELS = {
         transformer.LinenTransformer(CONFIG), (8,), "int32", keywords=(("train", True),)
     ),
 }
+RING = functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)
+STAGED = dataclasses.replace(CONFIG, is_scanned=True, num_layers=4, microbatches=2)
+MIXED = moe.MoEConfig(**vars(CONFIG))
+
+
+class Mixture(nnx.Module):
+    """Forgets the losses that the model records."""
+
+    def __init__(self, config, *, rngs):
+        self.model = moe.MoE(config, rngs=rngs)
+
+    def __call__(self, tokens):
+        logits = self.model(tokens)
+        nnx.pop(self.model, nnx.Intermediate)
+        return logits
+
+
+def language_model(config):
+    module = Mixture if config is MIXED else transformer.Transformer
+    weights_shape = () if config is MIXED else (8,)
+    make = lambda: module(config, rngs=nnx.Rngs(KEY))
+    return RawModel(make, example_shape=(8,), weights_shape=weights_shape)
+
+
+# Way -> a model, axes, the layouts of its parameters, and those of its inputs.
+WAYS = {
+    "space": (
+        MODELS["convnet"],
+        {"batch": 2, "height": 2, "width": 2},
+        lambda mesh: ml.LayoutMap(mesh, convnet.DATA_PARALLEL),
+        convnet.SPATIAL,
+    ),
+    "context": (
+        language_model(dataclasses.replace(CONFIG, attention=RING)),
+        {"batch": 2, "seq": 4},
+        lambda mesh: ml.LayoutMap(mesh, transformer.FSDP_CONTEXT, unused="ignore"),
+        ("batch", "seq"),
+    ),
+    "experts": (
+        language_model(MIXED),
+        {"batch": 2, "expert": 4},
+        lambda mesh: ml.LayoutMap(mesh, moe.EXPERT_PARALLEL),
+        (("batch", "expert"), None),
+    ),
+    "pipeline": (
+        language_model(STAGED),
+        {"batch": 2, "stage": 4},
+        ml.parallel.stages,
+        ("batch", None),
+    ),
+}
+MODELS |= {way: model for way, (model, *_) in WAYS.items() if way != "space"}
 MODULES = {
     m.__name__.rpartition(".")[2]: m for m in (mlp, convnet, resnet, transformer)
 }
-TOLERANCES = {"convnet": KINKED, "resnet": KINKED}
+TOLERANCES = {"convnet": KINKED, "resnet": KINKED, "space": KINKED, "experts": KINKED}
 
 # Name -> axes, and the rules of a model's module. FSDP shards what tensor parallelism
 # leaves whole.
@@ -96,7 +149,8 @@ QUICK = [
 def programs():
     """What is run: (model, mesh, microbatches); of the costly models, few are quick."""
     chosen = []
-    for (i, name), (j, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES)):
+    names = [name for name in MODELS if kind_of(name) in MODULES]
+    for (i, name), (j, mesh) in itertools.product(enumerate(names), enumerate(MESHES)):
         in_turn = [MICROBATCHES[(i + j + 1) % 2]]
         marks = [pytest.mark.slow] * ((name, mesh) not in QUICK)
         if IS_EXHAUSTIVE or name in MODULES or mesh == "batch=2 x model=4":
@@ -147,12 +201,20 @@ def initial_state(name, mesh):
 
 def disagreements_on(name, mesh, **options):
     """What a step on a mesh does not agree in with raw JAX; layouts are kept."""
+    return disagreements_of(name, initial_state(name, mesh), **options)
+
+
+def disagreements_of(name, state, inputs=(), **options):
+    """The same for a state, and inputs in layouts of their own."""
     step = ml.make_train_step(loss_fn_of(MODELS[name]), **options)
-    state = initial_state(name, mesh)
     layouts = jax.tree.leaves(state.layouts)
+    mesh = layouts[0].mesh
     losses, gradients = [], []
     for batch in raw_steps.batches_of(MODELS[name]):
-        state, metrics = step(state, on(layouts[0].mesh, batch))
+        placed = on(mesh, batch)
+        if inputs:
+            placed["input"] = ml.relayout(batch["input"], mesh.layout(*inputs))
+        state, metrics = step(state, placed)
         losses.append(metrics["loss"])
         gradients.append(raw_steps.by_path(state.opt_state[0]))
     assert jax.tree.leaves(state.layouts) == layouts
@@ -169,6 +231,17 @@ def disagreements_on(name, mesh, **options):
 @pytest.mark.parametrize(("name", "mesh", "accumulate"), programs())
 def test_twenty_steps_agree_with_raw_jax_on_one_device(name, mesh, accumulate):
     assert disagreements_on(name, mesh, accumulate=accumulate) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_twenty_steps_agree_however_a_model_is_split(way):
+    model, axes, rules, inputs = WAYS[way]
+    layouts = rules(mesh_of(**axes))
+    state = ml.TrainState.create(model.build, OPTIMIZER, layouts)
+    options = {"layouts": layouts} if way == "context" else {}
+    name = "convnet" if way == "space" else way
+    assert disagreements_of(name, state, inputs, **options) == {}
 
 
 def test_a_denominator_that_counts_padding_is_found():
