@@ -378,7 +378,7 @@ def make_layouts(
     if layouts in ("data_parallel", "spatial"):
         return ml.parallel.data_parallel(mesh)
     if layouts in ("fsdp", "fsdp+context"):
-        return ml.parallel.fsdp(mesh)
+        return ml.parallel.fsdp(mesh, axes=LAYOUTS[layouts].axes)
     if layouts == "pipeline":
         return ml.parallel.stages(mesh)
     inputs = example_inputs(options, options.global_batch_size)

@@ -136,6 +136,11 @@ def test_a_value_to_watch_that_is_not_there_is_named(kind):
     words = "no 'vall_loss', only 'val_loss'. Did you mean 'val_loss'?"
     with pytest.raises(KeyError, match=re.escape(words)):
         Scripted(1.0, name="val_loss").run(getattr(ml.callbacks, kind)("vall_loss"))
+    words = (
+        "no 'val_loss', only 'loss'. Give fit validation_data= or validation_split=."
+    )
+    with pytest.raises(KeyError, match=re.escape(words)):
+        Scripted(1.0).run(getattr(ml.callbacks, kind)("val_loss"))
 
 
 # Progress.

@@ -190,6 +190,16 @@ def test_the_change_that_recompiles_is_named_refused_or_ignored(name, state, mes
         state, _ = call(steps["warn"], state, mesh, **options)
 
 
+def test_a_host_array_that_is_on_the_mesh_later_is_named_too(state, mesh):
+    step = ml.compile_step(doubled, on_recompile="error")
+    for _ in range(2):
+        state, _ = step(state, np.ones(8, "float32"))
+    assert message_of(lambda: step(state, on(mesh, np.ones(8, "float32")))) == (
+        "doubled recompiles: the layout of batch changed from no layout of its own to "
+        "('batch',) on (batch=2, model=4)."
+    )
+
+
 def test_a_state_in_another_layout_is_named_too(state, mesh):
     step = ml.compile_step(doubled, on_recompile="error")
     other = {**jax.tree.map(jnp.copy, state)}

@@ -194,15 +194,6 @@ def test_what_a_trainer_counts_on_the_host_does_not_compile_it_again(two, capsys
     assert trainer.history[-1] < trainer.history[0]
 
 
-def test_a_global_with_the_name_of_an_attribute_does_not_compile_it_again(two, capsys):
-    code = "def step(x):\n  print('traced')\n  return scale(x), x.shape"
-    namespace = {"scale": scale(two, 1), "shape": None, "print": print}
-    exec(code, namespace)
-    for namespace["shape"] in (split(two, X), split(two, X), split(two, X)):
-        two.run(namespace["step"], (namespace["shape"],))
-    assert capsys.readouterr().out.count("traced") == 2
-
-
 def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
     holder = types.SimpleNamespace()
 

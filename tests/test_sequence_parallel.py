@@ -11,7 +11,7 @@ from models import transformer
 from tests.tpu import abstract, create_slice_mesh
 
 
-ROWS, LENGTH, LAYERS, WIDTH = 4, 128, 2, 512
+ROWS, LENGTH, LAYERS, WIDTH = 4, 128, 1, 512
 CONFIG = transformer.TransformerConfig(
     vocab_size=1024,
     max_length=LENGTH,
@@ -20,7 +20,9 @@ CONFIG = transformer.TransformerConfig(
     num_heads=8,
     num_layers=LAYERS,
 )
-SMALL = transformer.TransformerConfig(vocab_size=64, max_length=16, features=32)
+SMALL = transformer.TransformerConfig(
+    vocab_size=64, max_length=16, features=32, num_layers=1
+)
 
 
 def build(config):
@@ -41,7 +43,9 @@ def sequence_rules(mesh, config, tokens, *, with_fsdp=False, sequence=True):
     return layouts
 
 
-@pytest.mark.parametrize("with_fsdp", [False, True])
+@pytest.mark.parametrize(
+    "with_fsdp", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_it_trains_as_on_one_device(with_fsdp):
     tokens = np.random.default_rng(0).integers(0, 64, (4, 16)).astype("int32")
 

@@ -164,12 +164,18 @@ def test_a_call_like_the_one_before_refuses_what_any_call_refuses():
         step(state, more)
 
 
-def test_a_loop_that_passes_its_results_on_is_refused_what_would_end_the_process():
+@pytest.mark.parametrize("kind", ["train step", "compile_step"])
+def test_a_loop_that_passes_its_results_on_is_refused_what_would_end_the_process(kind):
     """JAX 0.10 ends it on several devices, and not each array is looked at."""
     step, state, batch = make()
     batch |= {"number": jnp.copy(state.step)}
+    state, metrics = step(state, batch)
+    if kind == "compile_step":
+        step = ml.compile_step(step.__call__)
     for _ in range(3):
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, metrics)
+    with pytest.raises(ml.errors.StepError, match="are the same array"):
+        step(state, state, metrics)
     twice = {**batch, "number": state.step}
     with pytest.raises(ml.errors.StepError, match="are the same array"):
         step(state, twice, metrics)

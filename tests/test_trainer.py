@@ -113,6 +113,20 @@ def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
     assert_same_bits(params_of(trainer.state), params_of(state))
 
 
+def test_batches_without_padding_share_their_weights(mesh):
+    seen = []
+
+    class Seeing(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            seen.append(batch["weight"])
+            return super().train_step(state, batch, metrics)
+
+    quiet_fit(Seeing(create_state(mesh), loss_fn), cut(examples(22), 8), epochs=2)
+    assert seen[0] is seen[1] is seen[3] is seen[4]
+    assert seen[1].tolist() == [1.0] * 8
+    assert seen[5].tolist() == [1.0] * 6 + [0.0] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["tuples", "a mean", "a mean without padding"])
 def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(

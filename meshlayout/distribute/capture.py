@@ -6,7 +6,6 @@ model means that model. Which Variables a function uses its first trace tells.
 """
 
 import contextlib
-import dis
 import functools
 import sys
 import types
@@ -170,8 +169,9 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
         found += [(_cell, name, name) for name in value.__code__.co_freevars]
         if _is_users(value):
             own = {*_names(value.__code__)}
-            names |= {name for name, _ in own}
-            found += [(_global, x, x) for x in value.__globals__ if (x, True) in own]
+            names |= own
+            own &= value.__globals__.keys()
+            found += [(_global, name, name) for name in sorted(own)]
     elif isinstance(value, (tuple, list, dict)):
         keys = value if isinstance(value, dict) else range(len(value))
         found += [(getitem, key, f"{path}[{key!r}]") for key in keys]
@@ -197,11 +197,8 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
                 yield _Entry(index, get, key, path, part, is_named)
 
 
-def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
-    """Yields the names of code, and whether each is a global and no attribute."""
-    for step in dis.get_instructions(code):
-        if step.opcode in dis.hasname:
-            yield step.argval, "GLOBAL" in step.opname or "NAME" in step.opname
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _names(const)

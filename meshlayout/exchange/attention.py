@@ -6,13 +6,14 @@ shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs
 over another axis, stay where they are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
@@ -58,12 +59,13 @@ def ring_attention(
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis.
 
-    Exactly that of the whole sequence, in value and gradient, in memory that falls with
-    the size of the axis: no device ever has all keys. Use this for sequences too long
-    for one device, as `attention_fn=functools.partial(ring_attention, axis="seq",
-    causal=True)` of a Flax module too. The mesh is that of the step, or of
-    `jax.set_mesh`; without one, or on one that has no such axis or has it with size 1,
-    this is `jax.nn.dot_product_attention`. Lengths that do not divide are padded.
+    Exactly that of the whole sequence, in value and gradient (in reverse mode), in
+    memory that falls with the size of the axis: no device ever has all keys. Use this
+    for sequences too long for one device, as `attention_fn=functools.partial(
+    ring_attention, axis="seq", causal=True)` of a Flax module too. The mesh is that of
+    the step, or of `jax.set_mesh`; without one, or on one that lacks the axis or has it
+    with size 1, this is `jax.nn.dot_product_attention`. Any length will do: it is
+    padded.
 
     Args:
         q: Queries: (batch, length, heads, head_dim), or without a batch.
@@ -221,11 +223,14 @@ def _attend(
         pair = window if isinstance(window, Sequence) else (window, window)
         given = _checks.shown(window)
         check(len(pair) == 2, f"window is a number, or those before and after: {given}")
-        before, after = (_checks.count("window", x, at_least=0) for x in pair)
+        before, after = (
+            _checks.count("window", x, at_least=0, where=where) for x in pair
+        )
         after = 0 if causal else after
         is_all = before >= key_length and (causal or after >= key_length)
         reach = None if is_all else (before, after)
-    scale = _checks.number("scale", q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.number("scale", scale, where=where)
     if softcap is not None:
         softcap = _checks.number("softcap", softcap, above=0, where=where)
     rules = Rules(causal, reach, scale, softcap, precision)
@@ -256,27 +261,27 @@ def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
             msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
             raise LayoutError(msg)
 
+    # By layouts, which the compiler makes all-to-alls of: under `shard_map` along one
+    # axis it gathers the shards of all others first.
+    free = PartitionSpec.UNCONSTRAINED
+
+    def moved(x: jax.Array, length: str | None, heads: str | None) -> jax.Array:
+        spec = PartitionSpec(*(free, length, free, heads, free, free)[: x.ndim])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(axis.mesh, spec))
+
     def split(x: jax.Array) -> jax.Array:
         """Parts the heads, dim 2, into those of one device and the devices."""
         return x.reshape(*x.shape[:2], -1, axis.size, *x.shape[3:])
 
-    def to_heads(x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(split(x), axis.name, 3, 1, tiled=True)[:, :, :, 0]
-
-    def on_device(*arrays: Any) -> jax.Array:
-        q, k, v, segment_ids, mask = arrays
-        mask = mask if mask is None else mask[:, :, :, 0]
-        inputs = Inputs(to_heads(q), to_heads(k), to_heads(v), segment_ids, mask)
-        # Computed again backward: all weights of all layers would not fit.
-        local = jax.checkpoint(attend_on_one_device, static_argnums=0)
-        out = local(rules, inputs)[:, :, :, None]
-        out = jax.lax.all_to_all(out, axis.name, 1, 3, tiled=True)
-        return out.reshape(*out.shape[:2], -1, *out.shape[4:])
-
-    along, mask_spec = PartitionSpec(None, axis.name), PartitionSpec()
-    if mask is not None and mask.shape[2] > 1:
-        mask, mask_spec = split(mask), PartitionSpec(None, None, None, axis.name)
-    elif mask is not None:
-        mask = mask[:, :, :, None]
-    specs = (along, along, along, PartitionSpec(), mask_spec)
-    return axis.shard_map(on_device, specs, along)(q, k, v, segment_ids, mask)
+    if segment_ids is not None:
+        segment_ids = moved(segment_ids, None, None)
+    has_heads = mask is not None and mask.shape[2] > 1
+    mask = split(mask) if has_heads else mask
+    shards = (
+        moved(moved(split(x), axis.name, None), None, axis.name) for x in (q, k, v)
+    )
+    # Computed again backward: all weights of all layers would not fit.
+    local = jax.checkpoint(functools.partial(attend_on_one_device, rules))
+    in_axes = Inputs(3, 3, 3, None, 3 if has_heads else None)
+    out = jax.vmap(local, (in_axes,), 3)(Inputs(*shards, segment_ids, mask))
+    return moved(moved(out, None, axis.name), axis.name, None).reshape(q.shape)

@@ -147,9 +147,8 @@ class Block:
 
 def nothing_seen(q: jax.Array) -> Running:
     """Returns the running softmax of queries before their first block."""
-    batch, length, *heads, features = q.shape
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    total = jnp.zeros((batch, *heads, length, features), dtype)
+    total = jnp.zeros_like(jnp.moveaxis(q, 1, 3), dtype)
     # Not 0, so that rows of padding, which may see no key, are not NaN.
     weight = jnp.full_like(total[..., 0], jnp.finfo(dtype).tiny)
     return total, jnp.full_like(weight, _MASKED), weight

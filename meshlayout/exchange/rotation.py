@@ -223,7 +223,7 @@ def _backward(ring: Ring, residuals: _Saved, grad: jax.Array) -> tuple[Inputs]:
 
         def visit(shift: int | jax.Array, keys: Keys, grads: Any) -> Any:
             if grads is None:
-                grads = [jnp.zeros(x.shape, top.dtype) for x in (q, k, v)]
+                grads = [jnp.zeros_like(x, top.dtype) for x in (q, k, v)]
             else:  # those of keys follow their keys, a step behind
                 grads = [grads[0], *ring.axis.shift(grads[1:], 1)]
             for a, b, block in ring.blocks(shift, keys, segments, mask):

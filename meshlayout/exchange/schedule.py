@@ -64,8 +64,7 @@ def stages(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the pattern is not a regular expression; on `resolve`, if
-            layers do not divide.
+        LayoutMapError: If the pattern is none; on `resolve`, if layers do not divide.
 
     Example:
         >>> import meshlayout as ml
@@ -95,17 +94,14 @@ def pipeline(
 ) -> X:
     """Returns `x` after all layers, which are divided into stages over a mesh axis.
 
-    Equal to a scan over the layers, in value and gradient. Use this, with `stages` for
-    the parameters, where the network is too slow for `fsdp` or `tensor_parallel`.
+    Equal to a scan over the layers, and one where the mesh has no such axis. Use this,
+    with `stages`, where the network is too slow for `fsdp` or `tensor_parallel`.
 
     With s stages and m microbatches, each device waits (s - 1) / (m + s - 1) of the
     time (Huang et al., "GPipe", 2019). With `"circular"`, it has r shorter stages that
     are not next to each other, and passes each microbatch round r times: it waits
     (s - 1) / (m r + s - 1) if m is a multiple of s (Narayanan et al., "Efficient
     Large-Scale Language Model Training", 2021).
-
-    The mesh is that of the step, or of `jax.set_mesh`. Without one, or without such an
-    axis in it, this is the scan over the layers.
 
     Args:
         block: One layer, as block(params, x); it returns the structure, shapes and
@@ -114,14 +110,14 @@ def pipeline(
         x: An array or a pytree of them, whose first dim is the rows. What layers only
             read, as segments, the block returns as it is.
         axis: The mesh axis of the stages.
-        microbatches: Into how many the rows are divided.
+        microbatches: Into how many the rows are divided; best, several per stage.
         schedule: `"gpipe"`, or `"circular"` for less waiting and more messages.
         rounds: The leading dims of `stacked_params` are (rounds, layers of a round), of
             which the second lies over the axis. By default `"circular"` has a round for
             each layer of a device, and exchanges layers that lie in their order.
         remat: Whether the backward pass stores the inputs of stages alone, and computes
             each stage again.
-        mesh: Instead of that of the step.
+        mesh: By default that of the step, or of `jax.set_mesh`.
 
     Raises:
         LayoutError: If stages do not divide the layers or microbatches the rows,
@@ -211,17 +207,13 @@ class _Grid:
         return jax.tree.map(constrain, tree)
 
     def turn(self, x: jax.Array, steps: int) -> jax.Array:
-        """Returns what each stage gets from the one so many places before it.
-
-        Laid before and after: merged with other operations, a roll is two permutes.
-        """
+        """Returns what each stage gets from the one so many places before it."""
+        # Laid before and after: merged with other operations, a roll is two permutes.
         return self.lay(jnp.roll(self.lay(x, 0, 1), steps, axis=0), 0, 1)
 
     def to_queue(self, x: jax.Array) -> jax.Array:
-        """Returns rows as (stages, microbatches of each, rows of one, ...).
-
-        A microbatch takes rows of every shard, so that none of them moves.
-        """
+        """Returns rows as (stages, microbatches of each, rows of one, ...)."""
+        # A microbatch takes rows of every shard, so that none of them moves.
         split = x.reshape(*self.split, *x.shape[1:]).swapaxes(0, 1)
         size, count = self.axis.size, self.split[1]
         if count % size:  # the first ones again

@@ -212,8 +212,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             model: The model after its forward pass, to take `model_state` from.
 
         Raises:
-            StateError: If the gradients have another structure or other shapes than
-                `params`, or the model's state than `model_state`.
+            StateError: If structures or shapes differ from `params` or `model_state`.
         """
         if isinstance(grads, nnx.State):
             grads = nnx.to_pure_dict(grads)

@@ -115,6 +115,7 @@ class _Jitted:
         self.jitted: Any = None
         # Of the last call: where its arrays were, without PRNG keys, which have to look
         # for that and are whole; and how many leaves were the state's.
+        self.types: list[type] = []
         self.shardings: list[Any] = []
         self.is_compared: list[bool] = []
         self.num_donated = 0
@@ -143,15 +144,13 @@ class _Jitted:
         compared = [*compress(leaves, self.is_compared)]
         donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
         ids = {*map(id, donated)}
-        try:
-            return (
-                [leaf.sharding for leaf in compared] == self.shardings
-                and not any(map(_jax.is_deleted, compared))
-                and len(ids) == len(donated)
-                and ids.isdisjoint(map(id, rest))
-            )
-        except (AttributeError, TypeError):  # of what is no array now
-            return False
+        return (
+            [*map(type, leaves)] == self.types
+            and [leaf.sharding for leaf in compared] == self.shardings
+            and not any(map(_jax.is_deleted, compared))
+            and len(ids) == len(donated)
+            and ids.isdisjoint(map(id, rest))
+        )
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
@@ -295,7 +294,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             )
         program = self._last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
-        program.is_compared = [isinstance(x, _jax.ArrayImpl) for x in leaves]
+        program.types = [*map(type, leaves)]
+        program.is_compared = [issubclass(x, _jax.ArrayImpl) for x in program.types]
         program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
         program.results = None

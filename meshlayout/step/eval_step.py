@@ -65,9 +65,8 @@ def make_eval_step(
 class EvalStep(StateStep):
     """A compiled eval step; made by `make_eval_step`.
 
-    `metrics = eval_step(state, batch)` measures one batch, and
-    `eval_step(state, batch, metrics)` adds it to earlier metrics. The state is not
-    donated.
+    `eval_step(state, batch, metrics)` measures a batch, and adds it to earlier metrics
+    if you give them. The state is not donated.
     """
 
     __name__ = "eval_step"
