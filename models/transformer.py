@@ -125,6 +125,18 @@ def attend(
     return ml.constrain(read, "heads").reshape(query.shape)
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """Returns features of a normalization as the matrices after it multiply them.
+
+    Where layouts shard residuals along the sequence, so is the normalization; its
+    result is gathered once, and the gradient scattered, for all of those matrices.
+
+    Args:
+        x: Shape (batch, length, features).
+    """
+    return ml.constrain(ml.constrain(x, "residual"), "inputs")
+
+
 def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array:
     """Returns 0, 1, 2 ... for every token of a sequence, in the shape (1, length).
 
@@ -190,9 +202,10 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        y = self.attention(self.attention_norm(x), segment_ids)
+        y = self.attention(gathered(self.attention_norm(x)), segment_ids)
         x = ml.constrain(x + self.dropout(y), "residual")
-        return ml.constrain(x + self.dropout(self.mlp(self.mlp_norm(x))), "residual")
+        y = self.mlp(gathered(self.mlp_norm(x)))
+        return ml.constrain(x + self.dropout(y), "residual")
 
 
 def run_stack(
@@ -306,7 +319,7 @@ class Transformer(nnx.Module):
         else:
             for block in self.blocks:
                 x = block(x, segment_ids)
-        return ml.constrain(self.output(self.norm(x)), "logits")
+        return ml.constrain(self.output(gathered(self.norm(x))), "logits")
 
 
 class LinenAttention(nn.Module):
@@ -347,10 +360,10 @@ class LinenBlock(nn.Module):
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
         dropout = nn.Dropout(self.config.dropout_rate, deterministic=not self.train)
-        y = nn.LayerNorm(name="attention_norm")(x)
+        y = gathered(nn.LayerNorm(name="attention_norm")(x))
         y = LinenAttention(self.config, name="attention")(y, segment_ids)
         x = ml.constrain(x + dropout(y), "residual")
-        y = nn.LayerNorm(name="mlp_norm")(x)
+        y = gathered(nn.LayerNorm(name="mlp_norm")(x))
         y = LinenMLP(self.config, name="mlp")(y)
         return ml.constrain(x + dropout(y), "residual")
 
@@ -420,7 +433,7 @@ class LinenTransformer(nn.Module):
             )
         else:
             x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
-        x = nn.LayerNorm(name="norm")(x)
+        x = gathered(nn.LayerNorm(name="norm")(x))
         x = nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
         return ml.constrain(x, "logits")
 

@@ -72,9 +72,10 @@ def tensor_parallel(
         sequence: Whether features between blocks are in shards along the sequence where
             the model says `ml.constrain(x, "residual")` of (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). So that no matrix is gathered instead, it names features within an
-            MLP `hidden`, (batch, length, heads, features) in attention `heads`, and its
-            results `logits`. Give the map to the step, too, as `layouts=`.
+            2022). So that no matrix is gathered instead, it names what matrices take
+            `inputs`, features within an MLP `hidden`, (batch, length, heads, features)
+            in attention `heads`, and its results `logits`, as models/transformer.py
+            does. Give the map to the step, too, as `layouts=`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -111,6 +112,7 @@ def tensor_parallel(
     rows = batch_axes(mesh)
     activations = {
         "^residual$": Rule((rows, axis, ...), is_generated=True),
+        "^inputs$": Rule((rows, ...), is_generated=True),
         "^(hidden|logits)$": Rule((rows, ..., axis), "replicate", is_generated=True),
         "^heads$": Rule((rows, None, axis, None), "replicate", is_generated=True),
     }
