@@ -52,12 +52,10 @@ def virtual_devices(n: int) -> list[_jax.Device]:
             stacklevel=2,
         )
     elif len(devices) != n:
-        msg = (
-            f"virtual_devices({n}) comes too late: JAX already runs with {existing}. "
-            "Restart the kernel or process and call it before any other use of JAX, or "
-            "make a mesh of the devices that exist: create_mesh()."
-        )
-        raise MeshError(msg)
+        fact = f"virtual_devices({n}) comes too late: JAX already runs with {existing}."
+        fix = "Restart the kernel or process and call it before any other use of JAX"
+        mesh = "make a mesh of the devices that exist: create_mesh()"
+        raise MeshError(f"{fact} {fix}, or {mesh}.")
     return jax.devices()
 
 

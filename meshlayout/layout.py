@@ -125,11 +125,9 @@ class Layout:
         parsed = _parse_specs(specs)
         mesh = current_mesh() if mesh is None else as_mesh(mesh)
         if mesh is None:
-            msg = (
-                f"Layout({specs_text(parsed)}) has no mesh. Give one as the second "
-                "argument, or set one: `with jax.set_mesh(mesh.jax_mesh):`."
-            )
-            raise LayoutError(msg)
+            msg = f"Layout({specs_text(parsed)}) has no mesh. Give one as the second "
+            fix = "argument, or set one: `with jax.set_mesh(mesh.jax_mesh):`."
+            raise LayoutError(msg + fix)
         _check_axes(parsed, mesh)
         if memory_kind is not None:
             # Only devices of this process list their memories.
@@ -159,11 +157,8 @@ class Layout:
         """The `PartitionSpec`, which cannot express MATCH, nor `...` before the end."""
         specs = self._known()
         if ... in specs[:-1]:
-            msg = (
-                f"{self!r} has `...` before its end, which a PartitionSpec cannot "
-                "express; use layout.with_rank(n) first."
-            )
-            raise LayoutError(msg)
+            fact = f"{self!r} has `...` before its end, which a PartitionSpec cannot"
+            raise LayoutError(f"{fact} express; use layout.with_rank(n) first.")
         return PartitionSpec(*(entry for entry in specs if entry is not ...))
 
     @property
@@ -360,9 +355,8 @@ class Layout:
         if MATCH in self.specs:
             msg = (
                 f"{self!r} holds MATCH, which stands for the layout of an array; only "
-                "relayout(x, layout) can fill it in."
             )
-            raise LayoutError(msg)
+            raise LayoutError(f"{msg}relayout(x, layout) can fill it in.")
         return self.specs
 
     def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, DimSpec]]:
@@ -422,11 +416,8 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     """Returns the canonical entries of what a user wrote, or raises LayoutError."""
     # A string is a sequence of strings: "batch" would be five axes.
     if not isinstance(specs, (list, tuple, PartitionSpec)):
-        msg = (
-            "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"got {_checks.shown(specs)}."
-        )
-        raise LayoutError(msg)
+        msg = "specs must be a list, a tuple or a PartitionSpec with one entry per dim"
+        raise LayoutError(f"{msg}, got {_checks.shown(specs)}.")
     if any(getattr(specs, kind, ()) for kind in ("unreduced", "reduced")):
         msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
         raise LayoutError(msg)
@@ -456,14 +447,8 @@ def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
     axes = [axis for entry in specs for axis in axes_of(entry)]
     for index, axis in enumerate(axes):
         if axis not in mesh:
-            msg = (
-                f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
-                f"{did_you_mean(axis, mesh.axis_names)}"
-            )
-            raise LayoutError(msg)
+            fact = f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
+            raise LayoutError(fact + did_you_mean(axis, mesh.axis_names))
         if axis in axes[:index]:
-            msg = (
-                f"mesh axis {axis!r} is used twice in {specs_text(specs)}; an axis can "
-                "shard only one dim, and only once."
-            )
-            raise LayoutError(msg)
+            fact = f"mesh axis {axis!r} is used twice in {specs_text(specs)}"
+            raise LayoutError(f"{fact}; an axis can shard only one dim, and only once.")

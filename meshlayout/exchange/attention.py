@@ -6,7 +6,6 @@ shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs
 over another axis, stay where they are.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -275,13 +274,14 @@ def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
 
     if segment_ids is not None:
         segment_ids = moved(segment_ids, None, None)
-    has_heads = mask is not None and mask.shape[2] > 1
-    mask = split(mask) if has_heads else mask
-    shards = (
+    has_heads = False
+    if mask is not None and mask.shape[2] > 1:
+        has_heads, mask = True, split(mask)
+    arrays = [
         moved(moved(split(x), axis.name, None), None, axis.name) for x in (q, k, v)
-    )
+    ]
     # Computed again backward: all weights of all layers would not fit.
-    local = jax.checkpoint(functools.partial(attend_on_one_device, rules))
-    in_axes = Inputs(3, 3, 3, None, 3 if has_heads else None)
-    out = jax.vmap(local, (in_axes,), 3)(Inputs(*shards, segment_ids, mask))
+    local = jax.checkpoint(lambda *arrays: attend_on_one_device(rules, Inputs(*arrays)))
+    in_axes = (3, 3, 3, None, 3 if has_heads else None)
+    out = jax.vmap(local, in_axes, 3)(*arrays, segment_ids, mask)
     return moved(moved(out, None, axis.name), axis.name, None).reshape(q.shape)
