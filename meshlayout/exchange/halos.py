@@ -43,10 +43,11 @@ def wrong_halo(
             )
             reason = _reason(eqn.primitive.name, window, shards) if shards > 1 else ""
             if reason:
+                low, high = window.padding
                 return (
                     f"XLA would compute {eqn.primitive.name} wrongly for images in "
                     f"space: windows of {window.size} with stride {window.stride} and "
-                    f"padding {window.padding} slide over {window.num_inputs} rows in "
+                    f"padding ({low}, {high}) slide over {window.num_inputs} rows in "
                     f"{shards} shards of dim {window.dim}, and {reason}."
                 )
     return ""
