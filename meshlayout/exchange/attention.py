@@ -80,8 +80,9 @@ def ring_attention(
         scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
         softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
         mesh: The mesh, where nothing else says it.
-        mask: Bools that broadcast to (batch, heads, length, length). Each device holds
-            its rows of it, whole; `causal` and `segment_ids` take no such memory.
+        mask: Bools, or numbers of which 0 is False, as Flax makes them, that broadcast
+            to (batch, heads, length, length). Each device holds its rows of it, whole;
+            `causal` and `segment_ids` take no such memory.
         dtype: What q, k and v are cast to.
         precision: Of the products, as in `jax.lax.dot`.
         dropout_rate: Must be 0, unless `deterministic`.
@@ -210,12 +211,12 @@ def _attend(
         mask, full = jnp.asarray(mask), (batch, heads, length, key_length)
         sizes = (*(1,) * (4 - mask.ndim), *mask.shape)
         fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
-        fits = fits and len(sizes) == 4 and mask.dtype == bool
-        given = f"{mask.dtype}{list(mask.shape)}"
-        check(fits, f"mask must be bools that broadcast to {full}, got {given}")
-        mask = jnp.broadcast_to(mask.reshape(sizes), (*sizes[:2], *full[2:]))
+        fact = f"mask must be bools that broadcast to {full}, got {mask.shape}"
+        check(fits and len(sizes) == 4, fact)
+        mask = jnp.broadcast_to(mask.reshape(sizes) != 0, (*sizes[:2], *full[2:]))
         groups = (1, 1) if sizes[1] == 1 else (kv_heads, heads // kv_heads)
         mask = jnp.moveaxis(mask.reshape(-1, *groups, *full[2:]), 3, 1)
+    causal = _checks.choice("causal", causal, (True, False), where=where)
     causal = bool(causal or flax.get("is_causal"))
     reach = None
     if window is not None:
@@ -233,7 +234,7 @@ def _attend(
     if softcap is not None:
         softcap = _checks.number("softcap", softcap, above=0, where=where)
     rules = Rules(causal, reach, scale, softcap, precision)
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, -1)
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, q.shape[-1])
     inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(axis, mesh, where)
     if mesh_axis is None:
@@ -270,7 +271,7 @@ def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
 
     def split(x: jax.Array) -> jax.Array:
         """Parts the heads, dim 2, into those of one device and the devices."""
-        return x.reshape(*x.shape[:2], -1, axis.size, *x.shape[3:])
+        return x.reshape(*x.shape[:2], x.shape[2] // axis.size, axis.size, *x.shape[3:])
 
     if segment_ids is not None:
         segment_ids = moved(segment_ids, None, None)

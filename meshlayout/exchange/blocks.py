@@ -69,11 +69,12 @@ def attend_on_one_device(rules: Rules, inputs: Inputs) -> jax.Array:
         block = Block(rules, k, v, (*masks, *rules.visible(rows, columns)))
         weights = jax.nn.softmax(block.scores(q))
         return rules.product("bkgts,bskd->btkgd", weights, v).astype(q.dtype)
-    joined, heads = None, (*q.shape[:2], -1, q.shape[-1])
+    num_heads = q.shape[2] * q.shape[3]
+    joined, heads = None, (*q.shape[:2], num_heads, q.shape[-1])
     if masks:
         shape = (len(q), *q.shape[2:4], len(rows), len(columns))
         joined = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
-        joined = joined.reshape(len(q), -1, *shape[3:])
+        joined = joined.reshape(len(q), num_heads, *shape[3:])
     out = jax.nn.dot_product_attention(
         *(q.reshape(heads), k, v, None, joined),
         scale=rules.scale,

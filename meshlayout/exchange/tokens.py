@@ -98,6 +98,8 @@ def dispatch(
         fact = "tokens must have the shape (batch, length, features)"
     elif index.shape != weights.shape or index.shape[:-1] != x.shape[:-1]:
         fact = "expert_index and weights must have the shape (batch, length, choices)"
+    elif not index.size:
+        fact = "there must be tokens and choices"
     elif not jnp.issubdtype(index.dtype, jnp.integer):
         fact = "expert_index must hold integers; lax.top_k returns them after weights"
     elif capacity is not None and is_flat:
