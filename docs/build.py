@@ -45,7 +45,10 @@ def _prepare() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.py", "__pycache__")
     shutil.copytree(ROOT / "docs", SOURCES, ignore=ignored)
-    shutil.copy(ROOT / "mkdocs.yml", BUILD)
+    source = (ROOT / "meshlayout" / "__init__.py").read_text()
+    version = re.findall(r'__version__ = "(.*)"', source)[0]
+    config = (ROOT / "mkdocs.yml").read_text().replace("VERSION", version)
+    (BUILD / "mkdocs.yml").write_text(config)
     (SOURCES / "tutorials").mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = SOURCES / "tutorials" / f"{path.stem}.md"
