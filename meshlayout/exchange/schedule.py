@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutError
@@ -134,6 +134,7 @@ def pipeline(
         (4, 16)
     """
     where = _checks.Context(where="pipeline", error=LayoutError)
+    _checks.function("block", block, "params", "x", **where)
     count = _checks.count("microbatches", microbatches, **where)
     is_circular = _checks.choice("schedule", schedule, _SCHEDULES, **where) != "gpipe"
     num_dims = 1 if rounds is None else 2
@@ -150,9 +151,7 @@ def pipeline(
         elif rounds != lead[0]:
             dims = f"the leading dims of stacked_params are {lead}"
             problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
-    if found is not None and AxisType.Explicit in found.mesh.axis_types:
-        problem = "the mesh has Explicit axes, and stages need Auto ones"
-    elif lead[-1] % size:
+    if lead[-1] % size:
         near = _nearest(lead[-1], range(size, lead[-1] + size + 1, size))
         problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
         problem += f"; nearest that do: {near}"
@@ -175,14 +174,20 @@ def pipeline(
         layers = _reshape(stacked_params, num_dims, (math.prod(lead),))
         return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
     rounds = rounds or (lead[0] // size if is_circular else 1)
-    row_axes = tuple(name for name in batch_axes(found.mesh) if name != axis)
+    elsewhere = {axis, *_jax.manual_axis_sizes()}
+    row_axes = tuple(x for x in batch_axes(found.mesh) if x not in elsewhere)
     shards = math.prod(found.mesh.shape[name] for name in row_axes)
     if rows // count % shards:
         shards, row_axes = 1, ()
     grid = _Grid(found, row_axes, (shards, count, rows // count // shards))
     num_layers = math.prod(lead) // (rounds * size)
-    params = _reshape(stacked_params, num_dims, (rounds, size, num_layers))
-    return _run(grid, layer, grid.lay(params, 1), x, remat=remat)
+    dims = (rounds, size, num_layers)
+
+    def staged(params: PyTree, x: X) -> X:
+        params = grid.lay(_reshape(params, num_dims, dims), 1)
+        return _run(grid, layer, params, x, remat=remat)
+
+    return found.call(staged, x, stacked_params, x)
 
 
 @dataclass(frozen=True)
