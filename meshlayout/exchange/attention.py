@@ -6,7 +6,6 @@ shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs
 over another axis, stay where they are.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -241,8 +240,8 @@ def _attend(
     if mesh_axis is None:
         return attend_on_one_device(rules, inputs).reshape(shape)
     # Traced once for all layers of a model, compiled once for calls outside of jit.
-    run = functools.partial(jax.jit(exchange, static_argnums=(0, 1)), mesh_axis, rules)
-    return mesh_axis.call(run, q, inputs).reshape(shape)
+    run = jax.jit(exchange, static_argnums=(0, 1))
+    return run(mesh_axis, rules, inputs).reshape(shape)
 
 
 def _nearest(number: int, divisor: int) -> str:

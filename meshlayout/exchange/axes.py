@@ -41,17 +41,6 @@ class MeshAxis:
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
 
-    def call(self, function: Callable[..., T], like: T, *arrays: Any) -> T:
-        """Returns what a function makes of arrays where all axes of the mesh are Auto.
-
-        Where they are Explicit, as `jax.make_mesh` makes them, its results lie as
-        arrays `like` them do.
-        """
-        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return function(*arrays)
-        lie = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
-        return jax.sharding.auto_axes(function, out_sharding=lie)(*arrays)
-
     def index(self) -> jax.Array:
         """Returns the place of this device on the axis, an int32 scalar."""
         return jax.lax.axis_index(self.name)
@@ -81,13 +70,7 @@ def find_axis(
         raise MeshError(f"{msg}{_checks.shown(name)}.")
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
-    found = ambient if found.shape == ambient.shape else found
-    if AxisType.Explicit in found.axis_types:
-        if isinstance(found, AbstractMesh):
-            names = found.explicit_axes
-            found = found.update_axis_types(dict.fromkeys(names, AxisType.Auto))
-        else:
-            found = jax.sharding.Mesh(found.devices, found.axis_names)
+    found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
     types = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     if types.get(name) == AxisType.Manual:
         fact = f"{where}: inside shard_map over {name!r}, every device has only its own"

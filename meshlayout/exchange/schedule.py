@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
@@ -151,7 +151,9 @@ def pipeline(
         elif rounds != lead[0]:
             dims = f"the leading dims of stacked_params are {lead}"
             problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
-    if lead[-1] % size:
+    if found is not None and AxisType.Explicit in found.mesh.axis_types:
+        problem = "the mesh has Explicit axes, and stages need Auto ones"
+    elif lead[-1] % size:
         near = _nearest(lead[-1], range(size, lead[-1] + size + 1, size))
         problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
         problem += f"; nearest that do: {near}"
@@ -181,13 +183,8 @@ def pipeline(
         shards, row_axes = 1, ()
     grid = _Grid(found, row_axes, (shards, count, rows // count // shards))
     num_layers = math.prod(lead) // (rounds * size)
-    dims = (rounds, size, num_layers)
-
-    def staged(params: PyTree, x: X) -> X:
-        params = grid.lay(_reshape(params, num_dims, dims), 1)
-        return _run(grid, layer, params, x, remat=remat)
-
-    return found.call(staged, x, stacked_params, x)
+    params = _reshape(stacked_params, num_dims, (rounds, size, num_layers))
+    return _run(grid, layer, grid.lay(params, 1), x, remat=remat)
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,7 @@ def dispatch(
     index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
     exchange = _Exchange(mesh_axis, num_experts, capacity, expert_fn)
-    if mesh_axis is None:
-        y = exchange.run(*tokens, params)
-    else:
-        run = functools.partial(_on_shards, exchange, mesh_axis)
-        y = mesh_axis.call(run, tokens[0], tokens, params)
+    y = _on_shards(exchange, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -134,10 +130,11 @@ def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
     return count
 
 
-def _on_shards(
-    exchange: "_Exchange", axis: MeshAxis, tokens: list[Any], params: Any
-) -> jax.Array:
+def _on_shards(exchange: "_Exchange", tokens: list[Any], params: Any) -> jax.Array:
     """Runs an exchange, with rows sharded over its axis and those of batches."""
+    axis = exchange.axis
+    if axis is None:
+        return exchange.run(*tokens, params)
     manual = _jax.manual_axis_sizes()
     axes = tuple(name for name in batch_axes(axis.mesh) if name not in manual)
     axes = axes if axis.name in axes else (*axes, axis.name)
