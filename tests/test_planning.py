@@ -108,6 +108,8 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatc
     path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
     with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
         step.save_compiled(path)
+    with pytest.raises(ml.errors.StepError, match="is missing: write it with save"):
+        step.load_compiled(path)
     step(new_state(), BATCH)
     step.save_compiled(path)
     double = ml.make_train_step(lambda model, batch: 2 * squares(model, batch))
@@ -128,9 +130,14 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatc
         with pytest.raises(ml.errors.StepError, match=r"jax 0\.1\.0\. Save it"):
             step.load_compiled(path)
     content = path.read_bytes()
-    for damaged in (b"", content[:-99], content[:500] + b"00" + content[502:]):
+    for damaged in (
+        b"",
+        b"\x80no pickle",
+        content[:-99],
+        content[:500] + b"00" + content[502:],
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(ml.errors.StepError, match="or it is damaged"):
+        with pytest.raises(ml.errors.StepError, match="is damaged, or no file of"):
             step.load_compiled(path)
 
 
@@ -186,20 +193,22 @@ def test_a_program_that_does_not_fit_says_by_how_much():
 
 
 JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
-WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], cache="/c", data="/d", cores=2)
+PINS = {"jaxlib": "<=0.10.2,>=0.10.1", "jax-cuda12-plugin": "<=0.10.2,>=0.10.2"}
+HERE = {"cache": "/c", "data": "/d", "cores": 2, "pins": PINS}
+WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], **HERE)
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
 GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
-TPU = {"versions": JAX | {"libtpu": "0.0.5"}, "libtpu_pin": "0.0.42"}
+TPU = {"versions": JAX | {"libtpu": "0.0.5.1"}, "pins": {"libtpu": "==0.0.42.*"}}
 DEAD = {"platform": "", "devices": [], "failure": "none."}
 
 
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
-        ("pip install 'jaxlib==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
+        ("pip install 'jax==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
         ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
-        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-pjrt": "0.8.1"}}),
-        ("is made for libtpu 0.0.42", TPU),
+        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-plugin": "0.8.1"}}),
+        ("it takes libtpu==0.0.42.*; pip install 'jax[tpu]==0.10.2'", TPU),
         ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
         ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
         ("this machine has a GPU, but JAX uses the CPU; another process", GPU),
@@ -221,7 +230,8 @@ def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
     "changes",
     [
         {},
-        TPU | {"libtpu_pin": "0.0.5"},
+        TPU | {"pins": {"libtpu": "==0.0.5.*"}},
+        {"versions": JAX | {"jaxlib": "0.10.1"}},
         {"platform": "gpu", "hardware": ["gpu"]},
         {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
         {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
@@ -311,8 +321,8 @@ def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypa
     assert json.loads(capsys.readouterr().out)["rows"] != []
     for text, words in [
         ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
-        ("mine", "'mine' is not module:function or file.py:function."),
-        ("none.py:problem", "'none.py' cannot be imported"),
+        ("mine", "'mine' is not module:function or file.py:function: "),
+        ("none.py:problem", "'none.py:problem' is not module:function"),
     ]:
         assert command_line.main(["plan", text]) == 1
         assert words in capsys.readouterr().err
