@@ -104,6 +104,32 @@ def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
     assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
 
 
+def test_a_saved_step_has_the_values_of_static_arguments(tmp_path):
+    @ml.compile_step(static_argnames=("count", "sign"), on_recompile="ignore")
+    def step(state, count, x, *, sign="+"):
+        return state + count * x.sum() * (1 if sign == "+" else -1), None
+
+    calls = [(2, "+"), (3, "+"), (2, "-"), (2, "+")]
+    run = lambda call: step(np.zeros(()), call[0], np.ones(3), sign=call[1])[0]
+    run(calls[0])
+    step.save_compiled(tmp_path / "folder" / "step")
+    step.load_compiled(tmp_path / "folder" / "step")
+    assert [*map(float, map(run, calls))] == [6, 9, -6, 6]
+
+
+def test_the_first_letters_that_differ_are_shown(tmp_path):
+    def step_of(last):
+        constant = np.arange(999) + last * (np.arange(999) == 900)
+        return ml.compile_step(lambda state, x: (state + constant, x))
+
+    (step := step_of(0))(np.zeros(999, int), 1)
+    step.save_compiled(tmp_path / "step")
+    (other := step_of(5)).load_compiled(tmp_path / "step")
+    with pytest.raises(ml.errors.StepError, match="another program") as caught:
+        other(np.zeros(999, int), 1)
+    assert "89030000" in str(caught.value)  # 900 + 5, in hexadecimal
+
+
 def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatch):
     path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
     with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
@@ -179,6 +205,29 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     here = ml.create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4])
     program = step.compile_for(here, state, batch)
     assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
+
+
+def test_a_target_gets_layout_maps_and_lists_of_batches():
+    def loss_fn(model, batch):
+        hidden = ml.constrain(model(batch["x"]), "hidden")
+        return (hidden - batch["y"]) ** 2
+
+    state, sums = new_state(batch=4, model=2), []
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 4, "model": 2}), unused="ignore")
+    layouts["hidden"] = ml.Rule(("batch", "model"), on_uneven="replicate")
+    here = ml.create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4])
+    abstract = jax.eval_shape(lambda: BATCH)
+    for batches in ([BATCH, BATCH], [abstract, abstract]):
+        step = ml.make_train_step(loss_fn, layouts=layouts, steps_per_call=2)
+        program = step.compile_for(here, state, batches)
+        assert program.mesh == here
+        sums.append(program.memory.batch_bytes)
+        assert "model" in str(program.communication)
+    # Rows of both batches over two shards, and the metrics.
+    assert sums[0] == sums[1] == 2 * 4 * (4 + 2) * 4 + 8
+    elsewhere = ml.create_mesh({"data": 8})
+    with pytest.raises(ml.errors.LayoutError, match=r"not in Mesh\(data=8\)"):
+        step.compile_for(elsewhere, state, [BATCH, BATCH])
 
 
 def test_a_program_that_does_not_fit_says_by_how_much():
@@ -274,6 +323,9 @@ def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(command_line, "doctor", lambda needs: WELL)
     assert command_line.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == []
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "64")
+    assert any("64 virtual devices came too late" in x for x in ml.doctor().wrong)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     status, text = run("doctor", JAX_PLATFORMS="cuda")
     assert status == 1
     assert "asked for by JAX_PLATFORMS=cuda: unset it" in text

@@ -180,7 +180,8 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
             versions[name] = importlib.metadata.version(name)
             if name in ("jax", *_PLUGINS):
                 required += importlib.metadata.requires(name) or []
-    flags = re.findall(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    flags = os.environ.get("XLA_FLAGS", ""), os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    counts = re.findall(r"device_count=(\d+)", "{} device_count={}".format(*flags))
     config: Any = jax.config
     folder = os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -194,7 +195,7 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
         memory_bytes=memory,
         num_processes=1 if failure else _jax.process_count(),
         hardware=_jax.visible_accelerators(),
-        asked_devices=max(config.jax_num_cpu_devices, *map(int, ["0", *flags])),
+        asked_devices=max(config.jax_num_cpu_devices, *map(int, ["0", *counts])),
         cache=config.jax_enable_compilation_cache and config.jax_compilation_cache_dir,
         data=str(folder) if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,

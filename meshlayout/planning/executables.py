@@ -6,11 +6,11 @@ step that loads it traces and lowers as ever, and compares: no other program can
 
 import contextlib
 import copy
-import difflib
 import functools
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import math
 import os
 import pickle
@@ -147,8 +147,9 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     with _jax.min_cached_s(math.inf):
         payload, *_ = _jax.serialize(lowered.compile(options))
     content = _key(), _text_of(program, lowered), payload
-    data = zlib.compress(pickle.dumps(content), level=1)
-    _own_path(path).write_bytes(hashlib.sha256(data).digest() + data)
+    data, target = zlib.compress(pickle.dumps(content), level=1), _own_path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(hashlib.sha256(data).digest() + data)
 
 
 @_checks.user_call
@@ -228,12 +229,13 @@ def _key() -> str:
 
 def _compare(path: Path, saved: str, here: str) -> None:
     """Raises StepError if two texts differ."""
-    diff = difflib.unified_diff(saved.splitlines(), here.splitlines(), n=0, lineterm="")
-    if lines := [*diff][2:]:
-        firsts = [next((x for x in lines if x[0] == sign), "") for sign in "-+"]
-        text = " ".join(line[:200] for line in firsts if line)
+    pairs = itertools.zip_longest(saved.splitlines(), here.splitlines(), fillvalue="")
+    for pair in (pair for pair in pairs if pair[0] != pair[1]):
+        letters = enumerate(zip(*pair, strict=False))
+        first = next((index for index, (x, y) in letters if x != y), 0)
+        old, new = (line[max(0, first - 60) :][:200].strip() for line in pair)
         fact = f"{str(path)!r} holds another program than this one"
-        raise StepError(f"{fact} (- saved, + here): {text}. Save it anew.")
+        raise StepError(f"{fact} (- saved, + here): -{old} +{new}. Save it anew.")
 
 
 def _own_path(path: str | os.PathLike[str]) -> Path:
