@@ -28,7 +28,7 @@ from meshlayout._annotations import Leaf
 from meshlayout.cluster import process_count, process_index
 from meshlayout.errors import StepError
 from meshlayout.hlo import Communication, Cost
-from meshlayout.layout import Layout
+from meshlayout.layout import AnyMesh, Layout
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.planning.chips import describe_devices, memory_refusal
@@ -51,13 +51,12 @@ class CompiledProgram:
 
 @_checks.user_call
 def compile_for(
-    step: StepInspection, target: Any, *args: Any, **kwargs: Any
+    step: StepInspection, target: str | AnyMesh, *args: Any, **kwargs: Any
 ) -> CompiledProgram:
     """Compiles a step for devices that need not be here; as `step.compile_for`.
 
     Args:
-        step: A made or compiled step. Its layout map, if it has one, follows to the
-            target.
+        step: A made or compiled step, whose layout map follows to the target.
         target: A topology, as `"v5e:4x4"`, for the axes of the state's mesh, of which
             the first takes what is left; or a mesh with these axes.
         *args: What the step takes, abstract or not, on any mesh: the specs count.
@@ -93,7 +92,7 @@ def compile_for(
     try:  # JAX's cache cannot read programs for devices that are not here
         with _jax.min_cached_s(math.inf):
             compiled = step.lower(*state, *args, **kwargs).compile()
-            reports = step.cost, step.memory, step.communication
+            reports: Any = step.cost, step.memory, step.communication
             reports = [report(*state, *args, **kwargs) for report in reports]
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
@@ -107,14 +106,15 @@ def compile_for(
 
 def _map_on(mesh: Mesh, layouts: LayoutMap) -> LayoutMap:
     """Returns a map's rules for `constrain`, which has no default, on another mesh."""
-    options = layouts._arguments() | {"mesh": mesh, "default": None}
-    for index, (pattern, rule) in enumerate(options["rules"]):
-        layout = rule.layout if (has_options := isinstance(rule, Rule)) else rule
-        if isinstance(layout, Layout):
-            layout = replace(layout, mesh=mesh)
-            rule = replace(rule, layout=layout) if has_options else layout
-            options["rules"][index] = pattern, rule
-    return LayoutMap(**options)
+
+    def moved(rule: Any) -> Any:
+        if isinstance(rule, Rule):
+            return replace(rule, layout=moved(rule.layout))
+        return replace(rule, mesh=mesh) if isinstance(rule, Layout) else rule
+
+    rules = {pattern: moved(rule) for pattern, rule in layouts.items()}
+    options = {"mesh": mesh, "rules": rules, "default": None}
+    return LayoutMap(**{**layouts._arguments(), **options})
 
 
 def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
@@ -164,10 +164,8 @@ def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     target = _own_path(path)
     data = target.read_bytes() if target.is_file() else b""
     if hashlib.sha256(data[32:]).digest() != data[:32]:
-        state = (
-            "damaged, or no file of" if target.exists() else "missing: write it with"
-        )
-        raise StepError(f"{str(target)!r} is {state} save_compiled.")
+        msg = f"{str(target)!r} is no file of save_compiled, or it is damaged."
+        raise StepError(f"{msg} Save it anew.")
     key, *saved = pickle.loads(zlib.decompress(data[32:]))
     _compare(target, key, _key())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
@@ -187,7 +185,8 @@ def _saved_or_jitted(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled, values
-        given = [(k, x) for k, x in (*enumerate(args), *kwargs.items()) if k in keys]
+        pairs = (*enumerate(args), *kwargs.items())
+        given = [(key, type(x), x) for key, x in pairs if key in keys]
         if saved:
             lowered = jitted.lower(*args, **kwargs)
             text, payload = saved
@@ -240,5 +239,5 @@ def _compare(path: Path, saved: str, here: str) -> None:
 
 def _own_path(path: str | os.PathLike[str]) -> Path:
     """Returns the file of this process: each of several has one."""
-    name = os.fspath(path)
-    return Path(name if process_count() == 1 else f"{name}.{process_index()}")
+    suffix = f".{process_index()}" if process_count() > 1 else ""
+    return Path(f"{os.fspath(path)}{suffix}")

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf
-from meshlayout.mesh import Mesh
+from meshlayout.layout import AnyMesh
 from meshlayout.state import TrainState
 
 
@@ -149,7 +149,7 @@ class StepInspection:
         )
 
     def compile_for(
-        self, target: str | Mesh | jax.sharding.Mesh, *args: Any, **kwargs: Any
+        self, target: str | AnyMesh, *args: Any, **kwargs: Any
     ) -> "CompiledProgram":
         """Compiles for devices that need not be here: `planning.compile_for`."""
         return meshlayout.planning.compile_for(self, target, *args, **kwargs)
