@@ -71,6 +71,7 @@ def transformers(layers: int, scale: int) -> dict[str, Any]:
         features=128 * scale,
         num_layers=layers,
         mlp_features=512 * scale,
+        is_scanned=True,
     )
     return {
         "build": lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),

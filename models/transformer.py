@@ -10,8 +10,8 @@ parameters' paths, which are the same in both variants. The blocks are the modul
 `blocks/0`, `blocks/1` and so on, or, if they are scanned, one whose parameters are
 stacked: `blocks/mlp/up/kernel` has a first dim of layers, which may be pipeline stages.
 Maps that shard activations, too, know the features between the halves of blocks as
-`residual`, those of each head as `heads`, those within an MLP as `hidden`, and the
-results as `logits`.
+`residual`, those that a loop over blocks carries as `carry`, those of each head as
+`heads`, those within an MLP as `hidden`, and the results as `logits`.
 """
 
 from collections.abc import Callable
@@ -229,7 +229,7 @@ def run_stack(
         params: Any, rows: tuple[jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array | None]:
         x, segment_ids = rows
-        return block(params, x, segment_ids), segment_ids
+        return block(params, ml.constrain(x, "carry"), segment_ids), segment_ids
 
     rows, count = (x, segment_ids), config.microbatches
     return ml.parallel.pipeline(layer, params, rows, axis="stage", microbatches=count)[
