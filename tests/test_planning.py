@@ -247,6 +247,10 @@ HERE = {"cache": "/c", "data": "/d", "cores": 2, "pins": PINS}
 WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], **HERE)
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
 GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
+PJRT = {
+    "versions": JAX | {"jax-cuda13-pjrt": "0.10.1"},
+    "pins": {"jax-cuda13-pjrt": "==0.10.2"},
+}
 TPU = {"versions": JAX | {"libtpu": "0.0.5.1"}, "pins": {"libtpu": "==0.0.42.*"}}
 DEAD = {"platform": "", "devices": [], "failure": "none."}
 
@@ -257,6 +261,7 @@ DEAD = {"platform": "", "devices": [], "failure": "none."}
         ("pip install 'jax==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
         ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
         ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-plugin": "0.8.1"}}),
+        ("pjrt==0.10.2; pip install 'jax[cuda13]", PJRT),
         ("it takes libtpu==0.0.42.*; pip install 'jax[tpu]==0.10.2'", TPU),
         ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
         ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),

@@ -33,7 +33,7 @@ _EXTRAS = {
     "tpu": ["libtpu"],
     "cuda": ["jax-cuda12-plugin"],
 }
-_PLUGINS = ["jax-cuda12-plugin", "jax-cuda13-plugin"]
+_PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
 # As "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*; extra == 'tpu'".
 _PIN = r"^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
 
