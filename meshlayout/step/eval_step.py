@@ -150,8 +150,6 @@ class PredictStep(StateStep):
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
             rest = policy, state, state.rng
-            return call_model(lambda model: function(model, batch), *rest, train=False)[
-                0
-            ]
+            return call_model(lambda x: function(x, batch), *rest, train=False)[0]
 
         return CompiledStep(predict_step, donate=False, **self._options)
