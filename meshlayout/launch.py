@@ -105,7 +105,7 @@ def device_variables(
     Raises:
         ValueError: If there are too few GPUs.
 
-    Example:
+    Examples:
         >>> device_variables(2, None, {"CUDA_VISIBLE_DEVICES": "0,1,4,5"})
         [{'CUDA_VISIBLE_DEVICES': '0,1'}, {'CUDA_VISIBLE_DEVICES': '4,5'}]
         >>> device_variables(1, 4, {"JAX_PLATFORMS": "cpu"})

@@ -66,7 +66,7 @@ def stages(
         MeshError: If the mesh has no such axis.
         LayoutMapError: If the pattern is none; on `resolve`, if layers do not divide.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> layouts = stages(ml.create_mesh({"batch": 2, "stage": 4}))
         >>> kernels = jax.ShapeDtypeStruct((8, 16, 16), "float32")
@@ -123,7 +123,7 @@ def pipeline(
         LayoutError: If stages do not divide the layers or microbatches the rows,
             leading dims differ, or the block returns something else than its `x`.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "stage": 4})
         >>> layers, x = jnp.ones((8, 16, 16)), jnp.ones((4, 16))

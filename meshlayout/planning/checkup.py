@@ -160,7 +160,7 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     Raises:
         MeshLayoutError: If there is no such extra.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> ml.doctor().mesh
         'ml.create_mesh({"batch": 8})'

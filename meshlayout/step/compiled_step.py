@@ -92,7 +92,7 @@ def compile_step(
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> @compile_step
         ... def train_step(state, batch):

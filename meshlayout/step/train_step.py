@@ -98,7 +98,7 @@ def make_train_step(
     Raises:
         MeshLayoutError: If an option is wrong.
 
-    Example:
+    Examples:
         >>> import optax
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
