@@ -114,12 +114,12 @@ test-all: lint imports types pytest test-exhaustive test-optional test-gpu-progr
 notebooks: $(VENV)/.dev-$(TAG)
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.notebook_runs $(NAMES)
 
-# The site, with the notebooks as they are committed, in .cache/site. Warnings are errors,
-# and so are links and pictures that lead nowhere (docs/hooks.py). The programs of README
-# and of the pages run.
+# The site, with the notebooks as they are committed, in .cache/docs/site. Links and
+# pictures that lead nowhere are errors (docs/build.py). The programs of README and of
+# the pages run.
 docs:
 	$(MAKE) --no-print-directory .venv-docs/.dev-$(TAG) VENV=.venv-docs EXTRAS=docs
-	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu .venv-docs/bin/python -m mkdocs build -q
+	JAX_PLATFORMS=cpu .venv-docs/bin/python docs/build.py
 	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS="tests/test_docs.py tests/test_readme.py"
 
 # What is published: a wheel of the library and an archive of the sources.

@@ -6,19 +6,14 @@ import sys
 
 def main() -> int:
     """Runs a sub-command; `launch` loads neither JAX nor NumPy."""
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["launch"]:
-        is_json = arguments[1:2] == ["--json"]
-        launch = importlib.import_module("meshlayout.launch")
-        status = launch.main(arguments[1 + is_json :])
-        sys.stdout.write(f'{{"exit_status": {status}}}\n' * is_json)
-        return status
+    is_launch = sys.argv[1:2] == ["launch"]
+    module = "launch" if is_launch else "planning.command_line"
     try:
-        commands = importlib.import_module("meshlayout.planning.command_line")
+        commands = importlib.import_module(f"meshlayout.{module}")
     except (ImportError, RuntimeError) as error:  # as JAX with another jaxlib
         sys.stderr.write(f"meshlayout cannot start: {error}\n")
         return 1
-    return commands.main(arguments)
+    return commands.main(sys.argv[1 + is_launch :])
 
 
 if __name__ == "__main__":

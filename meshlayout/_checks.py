@@ -47,7 +47,7 @@ class Context(TypedDict, total=False):
 def shown(value: Any) -> str:
     """Returns a value as messages show it: short, and never a full array or model.
 
-    Example:
+    Examples:
         >>> shown("3"), shown(dict), shown(np.zeros((2, 3)))
         ("'3'", 'the class dict', 'an array of shape (2, 3)')
     """

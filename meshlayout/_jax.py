@@ -10,6 +10,7 @@ said, the import of this module), and which test notices.
 
 import contextlib
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax._src import (
+    cache_key,
     clusters,
-    compilation_cache,
     compiler,
+    config as jax_config,
     core as jax_core,
     distributed,
     hardware_utils,
@@ -47,6 +49,9 @@ from meshlayout.errors import ClusterError
 
 
 Device: TypeAlias = Any  # to a type checker, `jax.Device` is a variable
+
+# A context for how long compilations of this thread take at least that JAX's cache has.
+min_cached_s: Any = jax_config.persistent_cache_min_compile_time_secs
 
 # A context for any hashable value, in which JAX traces compiled functions anew.
 trace_phase: Any = jax.make_user_context()
@@ -601,14 +606,8 @@ def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
     return text, program.get_compiled_memory_stats()
 
 
-@contextlib.contextmanager
-def without_compilation_cache() -> Iterator[None]:
-    """Compiles anew inside: JAX looks at the setting once, unless it is reset."""
-    setting = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", setting)
-        compilation_cache.reset_cache()
+def hardware_key() -> str:
+    """Returns what stands for this hardware, as a CPU's features, in JAX's cache."""
+    digest = hashlib.sha256()
+    cache_key._hash_accelerator_config(digest, np.array(jax.devices()))
+    return digest.hexdigest()[:16]

@@ -26,7 +26,7 @@ class ReduceOp(enum.Enum):
 
     Wherever one is taken, its name is taken as well, in capitals or not.
 
-    Example:
+    Examples:
         >>> ReduceOp("sum")
         <ReduceOp.SUM: 'SUM'>
     """
@@ -98,7 +98,7 @@ class ReplicaContext:
             value: A tree of arrays and numbers, of equal shapes on all replicas. The
                 dtypes of the result are those of `jnp.sum`, `jnp.mean` and so on.
 
-        Example:
+        Examples:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> total = lambda: get_replica_context().all_reduce("SUM", 3.0)
@@ -153,7 +153,7 @@ def get_replica_context() -> ReplicaContext | None:
     Outside of any strategy that is a context of one replica, and None in cross-replica
     context, as in a strategy's scope.
 
-    Example:
+    Examples:
         >>> context = get_replica_context()
         >>> context.num_replicas_in_sync, int(context.replica_id_in_sync_group)
         (1, 0)

@@ -31,7 +31,7 @@ def virtual_devices(n: int) -> list[_jax.Device]:
         MeshError: If `n` is not a positive integer, or JAX already runs with another
             number of CPU devices.
 
-    Example:
+    Examples:
         >>> len(virtual_devices(8))
         8
     """

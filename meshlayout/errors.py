@@ -112,7 +112,7 @@ def stack_level() -> int:
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """Returns a sentence with the candidate nearest to a name; empty if none is near.
 
-    Example:
+    Examples:
         >>> did_you_mean("modle", ["batch", "model"])
         " Did you mean 'model'?"
     """

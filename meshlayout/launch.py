@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "GPUs where there are GPUs, elsewhere virtual CPU devices"
     add("--devices-per-process", type=_count, help=text)
     add("--max-restarts", type=int, default=0, help="after a failure")
+    add("--json", action="store_true", help="print the exit status as JSON, last")
     add("-m", dest="is_module", action="store_true", help="a module")
     add("script")
     add("arguments", nargs=argparse.REMAINDER)
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             job = _Job(command, devices, Path(folder) / "failed")
             status = job.run()
         if status == 0 or job.request is not None or restart >= options.max_restarts:
+            sys.stdout.write(f'{{"exit_status": {status}}}\n' * options.json)
             return status
         restart += 1
         _say(f"starting again ({restart} of {options.max_restarts}).")
@@ -103,7 +105,7 @@ def device_variables(
     Raises:
         ValueError: If there are too few GPUs.
 
-    Example:
+    Examples:
         >>> device_variables(2, None, {"CUDA_VISIBLE_DEVICES": "0,1,4,5"})
         [{'CUDA_VISIBLE_DEVICES': '0,1'}, {'CUDA_VISIBLE_DEVICES': '4,5'}]
         >>> device_variables(1, 4, {"JAX_PLATFORMS": "cpu"})

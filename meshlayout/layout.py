@@ -102,7 +102,7 @@ class Layout:
         LayoutError: If an axis is unknown or used twice, an entry is of another type,
             there is no mesh, or the devices do not have this memory.
 
-    Example:
+    Examples:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> layout = Layout(["batch", UNSHARDED, "model"], mesh)
         >>> tuple(layout.spec)
@@ -179,7 +179,7 @@ class Layout:
         Raises:
             LayoutError: If `value` has no sharding, or one without axis names.
 
-        Example:
+        Examples:
             >>> sharding = create_mesh({"batch": 8}).layout("batch").sharding
             >>> Layout.of(jax.device_put(jax.numpy.zeros(16), sharding))
             Layout([batch], Mesh(batch=8))
@@ -258,7 +258,7 @@ class Layout:
             LayoutError: If the rank differs from the layout's, or a dim does not
                 divide by its number of shards: nothing is rounded down.
 
-        Example:
+        Examples:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
             >>> Layout(["batch", ("model",)], mesh).shard_shape((6, 8))
             (3, 2)
@@ -279,7 +279,7 @@ class Layout:
             global_shape: Shape of the whole array, which must fit.
             device: A device of the mesh, or its index in the flattened mesh.
 
-        Example:
+        Examples:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
             >>> Layout(["batch", "model"], mesh).shard_slices((4, 8), 5)
             (slice(2, 4, None), slice(2, 4, None))

@@ -54,7 +54,7 @@ class Mesh:
     Raises:
         MeshError: If it is neither, has no devices, or an axis name is not plain.
 
-    Example:
+    Examples:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> mesh
         Mesh(batch=2, model=4)
@@ -122,7 +122,7 @@ class Mesh:
     def axis_size(self, axis: str | Sequence[str]) -> int:
         """Returns the number of devices along one axis, or along several together.
 
-        Example:
+        Examples:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
             >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
             (4, 8)
@@ -292,7 +292,7 @@ def create_mesh(
         MeshError: If names or sizes are malformed or do not make the devices, the axes
             of `dcn` cannot be divided among slices, or a device is unknown.
 
-    Example:
+    Examples:
         >>> create_mesh({"batch": 2, "model": -1})
         Mesh(batch=2, model=4)
         >>> create_mesh({"replica": 2, "fsdp": 4}, dcn="replica")  # here, one process

@@ -51,7 +51,7 @@ def visualize(
     Raises:
         LayoutError: If the value is on no devices, or `shape` is missing or misfits.
 
-    Example:
+    Examples:
         >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> visualize(Layout([None, "model"], mesh), shape=(4, 8))

@@ -27,7 +27,7 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
     Returns:
         An array of shape (batch, height // 2, width // 2, features).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> max_pool_2x2(jnp.arange(15.0).reshape(1, 3, 5, 1)).squeeze().tolist()
         [6.0, 8.0]

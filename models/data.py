@@ -277,7 +277,7 @@ def load_text(length: int) -> Dataset:
     Args:
         length: Bytes in a row. The rest of the last row is left out.
 
-    Example:
+    Examples:
         >>> text = load_text(128)
         >>> text.train.tokens.shape[1], len(text.train) > 5 * len(text.test) > 0
         (128, True)
@@ -320,7 +320,7 @@ def batches(
         int32 (global_batch_size,), or `tokens` int32 (global_batch_size, length); and
         `weight` float32 of shape (global_batch_size,).
 
-    Example:
+    Examples:
         >>> five = Split(
         ...     np.zeros((5, 28, 28, 1), np.uint8), np.arange(5, dtype="int32")
         ... )

@@ -72,7 +72,7 @@ def init(config: GPTConfig, key: jax.Array) -> dict[str, Any]:
     Returns:
         A dict of `embed`, `layers`, `norm` and `output`.
 
-    Example:
+    Examples:
         >>> params = init(GPTConfig(num_layers=3), jax.random.key(0))
         >>> len(params["layers"]), params["layers"][0]["attention"]["key"].shape
         (3, (64, 4, 8))

@@ -55,7 +55,7 @@ class MoEConfig(TransformerConfig):
     def capacity(self, length: int) -> int | None:
         """Returns how many of so many tokens an expert takes; None for all.
 
-        Example:
+        Examples:
             >>> MoEConfig(num_experts=8, choices=2, capacity_factor=1.5).capacity(16)
             6
         """
@@ -91,7 +91,7 @@ def choose(logits: jax.Array, choices: int) -> tuple[jax.Array, jax.Array]:
 
     For logits of shape (..., num_experts), float32 and int32 of shape (..., choices).
 
-    Example:
+    Examples:
         >>> weights, experts = choose(jnp.log(jnp.array([0.2, 0.5, 0.3])), 2)
         >>> weights.tolist(), experts.tolist()
         ([0.625, 0.375], [1, 2])
@@ -116,7 +116,7 @@ def balance_losses(logits: jax.Array, experts: jax.Array) -> jax.Array:
     For logits of shape (batch, length, num_experts) and experts of shape (batch,
     length, choices), float32 of shape (batch,).
 
-    Example:
+    Examples:
         >>> logits = 9 * jax.nn.one_hot(jnp.array([[0, 1, 2, 3], [0, 0, 0, 0]]), 4)
         >>> balance_losses(logits, choose(logits, 1)[1]).round(2).tolist()
         [1.0, 4.0]
@@ -133,7 +133,7 @@ def z_losses(logits: jax.Array) -> jax.Array:
     The square of the logarithm of the sum of their exponentials: equation 5 of ST-MoE
     (Zoph et al. 2022).
 
-    Example:
+    Examples:
         >>> f"{z_losses(jnp.zeros(4)):.4f}"
         '1.9218'
     """
@@ -301,7 +301,7 @@ class Load:
 
     Padding, of weight 0, does not count. Its value has the shape (layers, num_experts).
 
-    Example:
+    Examples:
         >>> load = Load(1, 2).from_model_output(jnp.array([[[3, 1]], [[0, 4]]]))
         >>> load.compute().tolist()
         [[0.375, 0.625]]

@@ -184,7 +184,7 @@ def bottlenecks(depths: tuple[int, ...], width: int) -> list[tuple[int, int]]:
             image, and has twice the features of the one before.
         width: Features of the stem.
 
-    Example:
+    Examples:
         >>> bottlenecks((1, 2), 64)
         [(256, 1), (512, 2), (512, 1)]
     """

@@ -10,7 +10,7 @@ import numpy as np
 class ByteTokenizer:
     """Takes every byte of a text's UTF-8 as one token, 0 to 255.
 
-    Example:
+    Examples:
         >>> tokenizer = ByteTokenizer()
         >>> tokenizer.encode("né").tolist()
         [110, 195, 169]
@@ -54,7 +54,7 @@ def python_topics() -> list[str]:
     About half a megabyte in eighty documents, from Python's reference manual, in the
     order of their names; the text is that of the Python that runs.
 
-    Example:
+    Examples:
         >>> topics = python_topics()
         >>> len(topics) > 50 and all(isinstance(topic, str) for topic in topics)
         True

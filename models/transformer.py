@@ -147,7 +147,7 @@ def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array
     Raises:
         ValueError: If the sequences are longer than the model's `max_length`.
 
-    Example:
+    Examples:
         >>> default_positions(jnp.zeros((2, 4), "int32"), TransformerConfig()).tolist()
         [[0, 1, 2, 3]]
     """
@@ -451,7 +451,7 @@ def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     Returns:
         An array of shape (batch, length - 1), in nats.
 
-    Example:
+    Examples:
         >>> losses = next_token_losses(jnp.zeros((2, 5, 4)), jnp.ones((2, 5), "int32"))
         >>> losses.shape, round(float(losses[0, 0]), 4)
         ((2, 4), 1.3863)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -41,6 +42,22 @@ def test_files_are_named_by_nouns():
         if word.endswith(endings)
     ]
     assert found == []
+
+
+def test_attributes_of_the_package_go_down_the_layers_as_imports_do(trees):
+    # They load a module at first use, and import-linter does not see them.
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    level = {x: i for i, layer in enumerate(layers) for x in layer.split(" | ")}
+    used = set()
+    for path, tree in trees.items():
+        home = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == ROOT.name:
+                used.add((home, node.attr))
+    upward = {(x, y) for x, y in used if level.get(y, 99) <= level.get(x, -1)}
+    # The methods of steps that compile for other devices, save and load.
+    assert upward == {("step", "planning")}
 
 
 def test_few_parameters_are_of_any_type(trees):

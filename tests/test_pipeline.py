@@ -160,6 +160,7 @@ def call(**changes):
 
 
 REFUSED = [
+    ({"block": 3}, "block must be a function of (params, x), got 3."),
     (
         {"params": jnp.ones((6, FEATURES, FEATURES))},
         "6 layers do not divide into 4 stages over 'stage'; nearest that do: 4 and 8.",

@@ -104,10 +104,38 @@ def test_a_loaded_step_compiles_for_other_shapes_with_a_warning(tmp_path):
     assert step(state, jax.numpy.ones(3))[0]["w"].tolist() == [13, 13]
 
 
+def test_a_saved_step_has_the_values_of_static_arguments(tmp_path):
+    @ml.compile_step(static_argnames=("count", "sign"), on_recompile="ignore")
+    def step(state, count, x, *, sign="+"):
+        return state + count * x.sum() * (1 if sign == "+" else -1), None
+
+    calls = [(1, "+"), (3, "+"), (1, "-"), (True, "+"), (1, "+")]
+    run = lambda call: step(np.zeros(()), call[0], np.ones(3), sign=call[1])[0]
+    run(calls[0])
+    step.save_compiled(tmp_path / "folder" / "step")
+    step.load_compiled(tmp_path / "folder" / "step")
+    assert [*map(float, map(run, calls))] == [3, 9, -3, 3, 3]
+
+
+def test_the_first_letters_that_differ_are_shown(tmp_path):
+    def step_of(last):
+        constant = np.arange(999) + last * (np.arange(999) == 900)
+        return ml.compile_step(lambda state, x: (state + constant, x))
+
+    (step := step_of(0))(np.zeros(999, int), 1)
+    step.save_compiled(tmp_path / "step")
+    (other := step_of(5)).load_compiled(tmp_path / "step")
+    with pytest.raises(ml.errors.StepError, match="another program") as caught:
+        other(np.zeros(999, int), 1)
+    assert "89030000" in str(caught.value)  # 900 + 5, in hexadecimal
+
+
 def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatch):
     path, step, state = tmp_path / "step.bin", ml.make_train_step(squares), new_state()
     with pytest.raises(ml.errors.StepError, match="takes a step that was called"):
         step.save_compiled(path)
+    with pytest.raises(ml.errors.StepError, match="or it is damaged"):
+        step.load_compiled(path)
     step(new_state(), BATCH)
     step.save_compiled(path)
     double = ml.make_train_step(lambda model, batch: 2 * squares(model, batch))
@@ -128,7 +156,12 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatc
         with pytest.raises(ml.errors.StepError, match=r"jax 0\.1\.0\. Save it"):
             step.load_compiled(path)
     content = path.read_bytes()
-    for damaged in (b"", content[:-99], content[:500] + b"00" + content[502:]):
+    for damaged in (
+        b"",
+        b"\x80no pickle",
+        content[:-99],
+        content[:500] + b"00" + content[502:],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(ml.errors.StepError, match="or it is damaged"):
             step.load_compiled(path)
@@ -174,6 +207,29 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
 
 
+def test_a_target_gets_layout_maps_and_lists_of_batches():
+    def loss_fn(model, batch):
+        hidden = ml.constrain(model(batch["x"]), "hidden")
+        return (hidden - batch["y"]) ** 2
+
+    state, sums = new_state(batch=4, model=2), []
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 4, "model": 2}), unused="ignore")
+    layouts["hidden"] = ml.Rule(("batch", "model"), on_uneven="replicate")
+    here = ml.create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4])
+    abstract = jax.eval_shape(lambda: BATCH)
+    for batches in ([BATCH, BATCH], [abstract, abstract]):
+        step = ml.make_train_step(loss_fn, layouts=layouts, steps_per_call=2)
+        program = step.compile_for(here, state, batches)
+        assert program.mesh == here
+        sums.append(program.memory.batch_bytes)
+        assert "model" in str(program.communication)
+    # Rows of both batches over two shards, and the metrics.
+    assert sums[0] == sums[1] == 2 * 4 * (4 + 2) * 4 + 8
+    elsewhere = ml.create_mesh({"data": 8})
+    with pytest.raises(ml.errors.LayoutError, match=r"not in Mesh\(data=8\)"):
+        step.compile_for(elsewhere, state, [BATCH, BATCH])
+
+
 def test_a_program_that_does_not_fit_says_by_how_much():
     pytest.importorskip("libtpu")
     large = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "float32")}
@@ -186,20 +242,27 @@ def test_a_program_that_does_not_fit_says_by_how_much():
 
 
 JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
-WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], cache="/c", data="/d", cores=2)
+PINS = {"jaxlib": "<=0.10.2,>=0.10.1", "jax-cuda12-plugin": "<=0.10.2,>=0.10.2"}
+HERE = {"cache": "/c", "data": "/d", "cores": 2, "pins": PINS}
+WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], **HERE)
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
 GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
-TPU = {"versions": JAX | {"libtpu": "0.0.5"}, "libtpu_pin": "0.0.42"}
+PJRT = {
+    "versions": JAX | {"jax-cuda13-pjrt": "0.10.1"},
+    "pins": {"jax-cuda13-pjrt": "==0.10.2"},
+}
+TPU = {"versions": JAX | {"libtpu": "0.0.5.1"}, "pins": {"libtpu": "==0.0.42.*"}}
 DEAD = {"platform": "", "devices": [], "failure": "none."}
 
 
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
-        ("pip install 'jaxlib==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
+        ("pip install 'jax==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
         ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
-        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-pjrt": "0.8.1"}}),
-        ("is made for libtpu 0.0.42", TPU),
+        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-plugin": "0.8.1"}}),
+        ("pjrt==0.10.2; pip install 'jax[cuda13]", PJRT),
+        ("it takes libtpu==0.0.42.*; pip install 'jax[tpu]==0.10.2'", TPU),
         ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
         ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
         ("this machine has a GPU, but JAX uses the CPU; another process", GPU),
@@ -221,7 +284,8 @@ def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
     "changes",
     [
         {},
-        TPU | {"libtpu_pin": "0.0.5"},
+        TPU | {"pins": {"libtpu": "==0.0.5.*"}},
+        {"versions": JAX | {"jaxlib": "0.10.1"}},
         {"platform": "gpu", "hardware": ["gpu"]},
         {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
         {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
@@ -264,6 +328,9 @@ def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
     monkeypatch.setattr(command_line, "doctor", lambda needs: WELL)
     assert command_line.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == []
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "64")
+    assert any("64 virtual devices came too late" in x for x in ml.doctor().wrong)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     status, text = run("doctor", JAX_PLATFORMS="cuda")
     assert status == 1
     assert "asked for by JAX_PLATFORMS=cuda: unset it" in text
@@ -311,8 +378,8 @@ def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypa
     assert json.loads(capsys.readouterr().out)["rows"] != []
     for text, words in [
         ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
-        ("mine", "'mine' is not module:function or file.py:function."),
-        ("none.py:problem", "'none.py' cannot be imported"),
+        ("mine", "'mine' is not module:function or file.py:function: "),
+        ("none.py:problem", "'none.py:problem' is not module:function"),
     ]:
         assert command_line.main(["plan", text]) == 1
         assert words in capsys.readouterr().err

@@ -27,7 +27,7 @@ def zeros(shape: Shape, layout: Layout, dtype: DTypeLike | None = None) -> jax.A
 
     A layout that does not fit the shape is a LayoutError.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.arrays.zeros((4, 8), mesh.layout("batch", "model"))
@@ -97,7 +97,7 @@ def call_with_layout(
     The function is compiled, and no device ever holds a full result. Arguments with
     arrays are traced; all others (shapes, dtypes, numbers) must be hashable.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> eye = ml.arrays.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)

@@ -44,7 +44,7 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
         layout: The layout of the global array, or a tree of layouts.
         verify: Whether to compare replicas bit by bit, also those of other processes.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.pack([[0, 1]] * 4 + [[2, 3]] * 4, mesh.layout("batch"), verify=True)
@@ -123,7 +123,7 @@ def unpack(x: Leaf) -> list[Any]:
     Returns one array, or pytree of them, per device of this process, in mesh order.
     Arrays on different devices, abstract ones and those inside jit are a LayoutError.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.arrays.zeros((4, 8), mesh.layout(None, "model"))
@@ -158,7 +158,7 @@ def to_numpy(x: Leaf) -> Any:
     Use this for results and tests, not for states that may not fit into host memory.
     All processes must call it. PRNG keys become their words.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
         >>> ml.to_numpy({"x": ml.arrays.arange(8, layout=mesh.layout("batch"))})

@@ -48,7 +48,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
             that dim; inside jit on Auto axes it leaves the dim to the compiler.
         donate: Whether to delete `x` after the move; no effect inside jit.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.relayout(np.ones((4, 8)), mesh.layout("batch", None))
@@ -80,7 +80,7 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     write to `x` or donate the result. `x` may also be a list of numbers, or a tree of
     lists; layouts have no MATCH. Errors are those of `relayout`.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> ml.copy_to_mesh([[1.0, 2.0], [3.0, 4.0]], mesh.layout("batch", None)).shape
@@ -98,7 +98,7 @@ def fetch_layout(x: Leaf) -> Any:
     are all Explicit. Unknown layouts, and host arrays, are a LayoutError. An array on a
     single device is on a mesh of one.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
         >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
@@ -114,7 +114,7 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
     Layouts are compared by meaning: every device must hold the same shard, in the same
     memory, whatever the names of the axes. A `MATCH` entry allows anything for its dim.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.arrays.zeros((4, 8), mesh.layout("batch", None))

@@ -71,7 +71,7 @@ class Checkpointer:
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import numpy as np
         >>> with Checkpointer(tempfile.mkdtemp(), keep=2) as ck:

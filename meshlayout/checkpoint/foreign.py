@@ -91,7 +91,7 @@ def load_arrays(
         RestoreDiffError: If the arrays differ in ways that are not allowed.
         CheckpointError: If an option does not fit.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {"w": ("batch",)})
         >>> published = {"net.weight": np.arange(8, dtype="float32")}
@@ -117,7 +117,7 @@ def load_safetensors(
         DamagedCheckpointError: If a file is truncated or contradicts its header.
         CheckpointError: If a file does not exist; or as `load_arrays`.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import meshlayout as ml
         >>> layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), {"w": (None, "model")})

@@ -47,7 +47,7 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
         ClusterError: On all processes, if one does not come in time or is at another
             call; the message names it.
 
-    Example:
+    Examples:
         >>> barrier("the vocabulary is written")
     """
     _exchange(f"barrier {name!r}", timeout_s, lambda: None)
@@ -59,7 +59,7 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     Use this for what only one process can know, such as a run's name or a seed: a
     pytree of arrays, numbers and text. All dtypes stay; JAX's arrays become NumPy's.
 
-    Example:
+    Examples:
         >>> broadcast({"name": "run-3", "seed": 7})
         {'name': 'run-3', 'seed': 7}
     """
@@ -74,7 +74,7 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     a pytree as for `broadcast`, of the same structure, shapes and dtypes on all
     processes, or ClusterError says what differs. Text becomes an array of objects.
 
-    Example:
+    Examples:
         >>> all_gather({"host": "a", "rows": 12})
         {'host': array(['a'], dtype=object), 'rows': array([12])}
     """
@@ -100,7 +100,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     Raises:
         ClusterError: With what differs from most processes; or as for `barrier`.
 
-    Example:
+    Examples:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
     """
     facts = _exchange(f"assert_same {what!r}", timeout_s, _texts, value, _value_text)

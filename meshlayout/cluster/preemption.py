@@ -33,7 +33,7 @@ class Preempted(SystemExit):
     You need not catch it: the process ends with status 75 (`EXIT_STATUS`). The
     attribute `step` is the step that was saved.
 
-    Example:
+    Examples:
         >>> Preempted(7).code, Preempted(7).step
         (75, 7)
     """
@@ -51,7 +51,7 @@ class Preemption:
     learn of it at the same step if they ask equally often. A second SIGTERM goes to the
     previous handler; so does the first one if nobody asks before the block ends.
 
-    Example:
+    Examples:
         >>> import os, signal
         >>> with Preemption() as preemption:
         ...     before = preemption.is_due()

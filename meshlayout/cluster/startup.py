@@ -87,7 +87,7 @@ def initialize(
             processes are missing or too many, process 0 cannot listen at its address,
             or JAX has already started its devices.
 
-    Example:
+    Examples:
         >>> initialize()  # on one process, it does nothing
         >>> shutdown()
     """

@@ -87,7 +87,7 @@ def distribute_dataset(
             ends or differs on another process. On the process where it fails, its own
             error.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 8})

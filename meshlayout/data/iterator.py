@@ -81,7 +81,7 @@ class DataIterator:
         Use this to resume in the middle of an epoch; a `Checkpointer` saves it with the
         state. Batches that were prefetched but not taken do not count.
 
-        Example:
+        Examples:
             >>> import json, numpy as np, meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 8})
             >>> data = ml.distribute_dataset(np.arange(32), mesh, global_batch_size=8)

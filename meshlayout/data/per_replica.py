@@ -32,7 +32,7 @@ class InputContext:
         input_pipeline_id: The index of this one, from 0.
         num_replicas_in_sync: The number of replicas, in all pipelines together.
 
-    Example:
+    Examples:
         >>> context = InputContext(2, 0, 8)
         >>> context.get_per_replica_batch_size(512)
         64
@@ -82,7 +82,7 @@ def distribute_datasets_from_function(
     Raises:
         DataError: As `distribute_dataset`, or if the batch size cannot be inferred.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from meshlayout import create_mesh
         >>> def make_source(context):

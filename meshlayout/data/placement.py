@@ -47,7 +47,7 @@ def process_rows(
     Returns:
         The row indices, ascending, int64; none for a process without devices.
 
-    Example:
+    Examples:
         >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> process_rows(mesh.layout("batch", None), (6, 5))
@@ -75,7 +75,7 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
 
     The number of replicas is the product of the mesh's batch axes.
 
-    Example:
+    Examples:
         >>> from meshlayout import create_mesh
         >>> per_replica_batch_size(512, create_mesh({"batch": 2, "model": 4}))
         256

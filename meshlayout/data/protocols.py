@@ -5,7 +5,7 @@ Where none of them fits (a database, your own file format, a service), write a c
 with these methods. Any class that has all the methods of a protocol is a source;
 nothing has to be inherited or registered.
 
-Example:
+Examples:
     >>> import numpy as np
     >>> import meshlayout as ml
     >>> class Squares:

@@ -22,7 +22,7 @@ class PipelineReport:
         batches: Batches that the loop received.
         notes: What was converted, chosen or dropped, in sentences.
 
-    Example:
+    Examples:
         >>> print(PipelineReport(0.5, 0.125, 0.25, 512, 4, ("A note.",)))
         512 rows in 4 batches: 0.500 s reading, 0.125 s placing; waited 0.250 s.
         A note.

@@ -59,7 +59,7 @@ def pack_sequences(
     Raises:
         DataError: If an argument is wrong.
 
-    Example:
+    Examples:
         >>> rows = pack_sequences(["to be", "or", "not"], 6, mode="pack")
         >>> for row in rows:
         ...     print(bytes(row["tokens"].tolist()), row["segment_ids"])

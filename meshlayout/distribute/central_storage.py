@@ -32,7 +32,7 @@ class CentralStorageStrategy(MirroredStrategy):
     Raises:
         StrategyError: If programs on these devices cannot read the host's memory.
 
-    Example:
+    Examples:
         >>> from flax import nnx
         >>> import meshlayout as ml
         >>> strategy = ml.distribute.CentralStorageStrategy()

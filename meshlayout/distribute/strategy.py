@@ -58,7 +58,7 @@ class Strategy(_checks.WithReflexes):
     Attributes:
         cluster_resolver: The processes of a strategy for several; else None.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -346,7 +346,7 @@ class StrategyExtended:
 def get_strategy() -> Strategy:
     """Returns the current strategy; outside of scopes, one with a single replica.
 
-    Example:
+    Examples:
         >>> get_strategy().num_replicas_in_sync
         1
     """

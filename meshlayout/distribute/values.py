@@ -52,7 +52,7 @@ class PerReplica(DistributedValues):
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> PerReplica(jnp.array([1.0, 2.0]), num_replicas=2, is_scalar=True)
         PerReplica:{

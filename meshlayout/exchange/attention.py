@@ -97,7 +97,7 @@ def ring_attention(
         LayoutError: If shapes or dtypes do not fit, or an option is not supported.
         MeshError: If this is called inside `shard_map` over the axis.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
         >>> x = jax.random.normal(jax.random.key(0), (2, 30, 4, 8))
@@ -137,7 +137,7 @@ def all_to_all_attention(
     scores of those heads. The heads of keys and the length must divide among the
     devices, or there is a LayoutError with the nearest numbers that do.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "seq": 4})
         >>> x = jax.random.normal(jax.random.key(0), (2, 32, 4, 8))

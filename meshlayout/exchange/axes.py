@@ -70,6 +70,7 @@ def find_axis(
         raise MeshError(f"{msg}{_checks.shown(name)}.")
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
+    found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
     types = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     if types.get(name) == AxisType.Manual:
         fact = f"{where}: inside shard_map over {name!r}, every device has only its own"

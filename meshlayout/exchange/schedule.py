@@ -26,7 +26,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutError
@@ -66,7 +66,7 @@ def stages(
         MeshError: If the mesh has no such axis.
         LayoutMapError: If the pattern is none; on `resolve`, if layers do not divide.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> layouts = stages(ml.create_mesh({"batch": 2, "stage": 4}))
         >>> kernels = jax.ShapeDtypeStruct((8, 16, 16), "float32")
@@ -123,7 +123,7 @@ def pipeline(
         LayoutError: If stages do not divide the layers or microbatches the rows,
             leading dims differ, or the block returns something else than its `x`.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "stage": 4})
         >>> layers, x = jnp.ones((8, 16, 16)), jnp.ones((4, 16))
@@ -134,6 +134,7 @@ def pipeline(
         (4, 16)
     """
     where = _checks.Context(where="pipeline", error=LayoutError)
+    _checks.function("block", block, "params", "x", **where)
     count = _checks.count("microbatches", microbatches, **where)
     is_circular = _checks.choice("schedule", schedule, _SCHEDULES, **where) != "gpipe"
     num_dims = 1 if rounds is None else 2
@@ -175,7 +176,8 @@ def pipeline(
         layers = _reshape(stacked_params, num_dims, (math.prod(lead),))
         return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
     rounds = rounds or (lead[0] // size if is_circular else 1)
-    row_axes = tuple(name for name in batch_axes(found.mesh) if name != axis)
+    elsewhere = {axis, *_jax.manual_axis_sizes()}
+    row_axes = tuple(x for x in batch_axes(found.mesh) if x not in elsewhere)
     shards = math.prod(found.mesh.shape[name] for name in row_axes)
     if rows // count % shards:
         shards, row_axes = 1, ()

@@ -73,7 +73,7 @@ def dispatch(
             does not divide among the devices.
         MeshError: If this is called inside `shard_map` over the axis.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
         >>> x, kernels = jnp.ones((8, 3, 5)), jnp.ones((8, 5, 2))

@@ -25,7 +25,7 @@ class Communication(Mapping[str, int]):
     Attributes:
         collectives: Every one, in the program's order.
 
-    Example:
+    Examples:
         >>> import jax, meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.arrays.ones((8, 64), mesh.layout("batch", "model"))

@@ -37,7 +37,7 @@ def read_cost(program: jax.stages.Traced) -> Cost:
     Args:
         program: What `jax.jit(...).trace(...)` or a step's `trace` returns.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> def chain(w, x):
         ...     return jax.lax.scan(lambda x, _: (x @ w, None), x, length=10)[0]

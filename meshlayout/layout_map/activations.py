@@ -46,7 +46,7 @@ def constrain(x: Leaf, name: str) -> Any:
     `"encoder/residual"`. If no map is active, or no rule matches, the value is returned
     unchanged. Rules that disagree and layouts that do not fit are LayoutMapErrors.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"hidden": ("batch", "model")})

@@ -77,7 +77,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             partitioning metadata that no pattern matches; a mapping, or pairs in order
             of preference: the next one of a name counts if the first axis is taken.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {r"(query|key)/kernel": (..., "model")})
@@ -231,7 +231,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         rules are comments. A rule or default that is a function needs the tree, for
         whose leaves patterns take its place.
 
-        Example:
+        Examples:
             >>> import meshlayout as ml
             >>> import numpy as np
             >>> mesh = ml.create_mesh({"batch": 8})

@@ -27,7 +27,7 @@ def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
         strength: The factor, not negative.
         where: A regular expression, searched for in parameters' paths; one must match.
 
-    Example:
+    Examples:
         >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))
         2.0
     """

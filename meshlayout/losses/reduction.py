@@ -38,7 +38,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     Use this before summing losses that have one number per pixel or token. Returns
     float32 losses of the weights' shape, which begins that of the losses; or (batch,).
 
-    Example:
+    Examples:
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
         [2.0, 5.0]
     """
@@ -56,7 +56,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
 
-    Example:
+    Examples:
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
         2.0
     """
@@ -71,7 +71,7 @@ def denominator_of(
     That is `"real"`, the sum of the whole batch's weights (1 for a batch of padding
     alone); or `"global_batch_size"`, their number, padding included. float32.
 
-    Example:
+    Examples:
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
         2.0
     """
@@ -107,7 +107,7 @@ def compute_average_loss(
         LossError: If the shapes do not fit, the number of replicas is unknown, or a
             strategy's batch may have padding and the losses are not one per row.
 
-    Example:
+    Examples:
         >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
         1.25
     """
@@ -151,7 +151,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
     For replica code, as `compute_average_loss`; elsewhere the loss is unchanged.
 
-    Example:
+    Examples:
         >>> float(scale_regularization_loss(0.5))
         0.5
     """
@@ -218,7 +218,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
         name: Its name; the metrics show it under the module's path.
         loss: One per example, (batch, ...); or a scalar, for batches without weights.
 
-    Example:
+    Examples:
         >>> class Active(nnx.Module):
         ...     def __call__(self, x):
         ...         record(self, "activity", 0.01 * jnp.square(x))

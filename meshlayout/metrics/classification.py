@@ -128,7 +128,7 @@ class Accuracy(_PairMetric, MeanMetric):
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
 
-    Example:
+    Examples:
         >>> logits = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
         >>> float(Accuracy().update(logits, jnp.array([1, 2])).compute())
         0.5
@@ -181,7 +181,7 @@ class Perplexity(_PairMetric, MeanMetric):
     Predictions are logits of shape `(..., classes)`; labels as for `Accuracy`. A label
     that is not a class makes the result NaN; give it weight 0 to leave it out.
 
-    Example:
+    Examples:
         >>> value = Perplexity().update(jnp.zeros((2, 4)), jnp.array([1, 3])).compute()
         >>> round(float(value), 4)
         4.0
@@ -204,7 +204,7 @@ class ConfusionMatrix(_PairMetric):
     `Accuracy`. A label or prediction that is not a class, and a row of scores with NaN,
     is in no cell; `compute().sum()` is then less than the total weight.
 
-    Example:
+    Examples:
         >>> predictions, labels = jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
         >>> ConfusionMatrix(2).update(predictions, labels).compute().tolist()
         [[1.0, 1.0], [0.0, 1.0]]
@@ -287,7 +287,7 @@ class Precision(_ClassShare):
         num_classes: The number of classes, if they are not two.
         average: `"macro"` for the mean over classes; None for one value per class.
 
-    Example:
+    Examples:
         >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
         >>> float(Precision(threshold=0.5).update(scores, labels).compute())
         0.5

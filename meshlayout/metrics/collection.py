@@ -40,7 +40,7 @@ class Metrics(Mapping[str, Any]):
             follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
             nnx's Average and Accuracy.
 
-    Example:
+    Examples:
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
         >>> metrics = metrics.update_from(
         ...     outputs={"logits": jnp.eye(2)},

@@ -181,7 +181,7 @@ class Mean(MeanMetric):
         values: The name of the values in a step's outputs or batch; the per-example
             losses by default.
 
-    Example:
+    Examples:
         >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
         >>> float(mean.compute()), float(mean.total), float(mean.count)
         (1.5, 3.0, 2.0)

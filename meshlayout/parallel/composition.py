@@ -32,7 +32,7 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         LayoutMapError: If a part is not a layout map, has logical axes, or is on
             another mesh; if two parts shard one leaf over the same axis, on `resolve`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})

@@ -46,7 +46,7 @@ def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
 
     Only batches are sharded. Use this while the state and gradients fit each device.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> data_parallel(ml.create_mesh({"batch": 8}))
         LayoutMap(Mesh(batch=8), {})
@@ -82,7 +82,7 @@ def zero_rule(
         LayoutMapError: If the mesh has no axis for batches, `min_size` is not a count,
             or the devices have no such memory.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel$": (None, "model")})
@@ -148,7 +148,7 @@ def fsdp(
         LayoutWarning: If a loop reads sharded parameters and carries an activation that
             nothing constrains: XLA may shard it like the weights' features.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> layouts = fsdp(ml.create_mesh({"batch": 8}))
         >>> layouts

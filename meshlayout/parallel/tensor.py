@@ -81,7 +81,7 @@ def tensor_parallel(
         MeshError: If the mesh has no such axis.
         LayoutMapError: If the model cannot be called so, or the axis shards batches.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> shapes = {"up": (8, 64), "down": (64, 8)}
@@ -147,7 +147,7 @@ def expert_parallel(
         LayoutMapError: If the model cannot be called so, or no parameter of it is a
             stack of experts.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
         >>> experts = jax.ShapeDtypeStruct((8, 16, 32), "float32")

@@ -119,7 +119,7 @@ def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArg
     The update is computed in float32 of what was kept. Small changes of a moving
     average are lost in bfloat16: compare losses before you rely on it.
 
-    Example:
+    Examples:
         >>> tx = bfloat16_state(optax.adam(1e-3))
         >>> str(tx.init({"w": jnp.zeros(2)})[0].mu["w"].dtype)
         'bfloat16'

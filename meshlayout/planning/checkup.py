@@ -10,7 +10,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,21 @@ from meshlayout.cluster.environment import split_address
 from meshlayout.errors import MeshLayoutError
 
 
-_WHEELS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
 # The distributions that each extra of this library needs.
 _EXTRAS = {
-    "data": ("grain", "cloudpickle"),
-    "checkpoint": ("orbax-checkpoint",),
-    "gcs": ("orbax-checkpoint", "gcsfs"),
-    "safetensors": ("safetensors",),
-    "tensorboard": ("tensorboardX",),
-    "ray": ("ray", "cloudpickle"),
-    "notebook": ("jupytext", "ipykernel"),
-    "tpu": ("libtpu",),
-    "cuda": ("jax-cuda12-plugin",),
+    "data": ["grain", "cloudpickle"],
+    "checkpoint": ["orbax-checkpoint"],
+    "gcs": ["orbax-checkpoint", "gcsfs"],
+    "safetensors": ["safetensors"],
+    "tensorboard": ["tensorboardX"],
+    "ray": ["ray", "cloudpickle"],
+    "notebook": ["jupytext", "ipykernel"],
+    "tpu": ["libtpu"],
+    "cuda": ["jax-cuda12-plugin"],
 }
+_PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
+# As "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*; extra == 'tpu'".
+_PIN = r"^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +47,7 @@ class Checkup:
     platform: str  # that JAX uses
     devices: Sequence[str]  # the kind of each local device
     failure: str = ""  # what JAX said instead of giving devices
-    libtpu_pin: str = ""  # what jax requires, as "0.0.42"
+    pins: Mapping[str, str] = field(default_factory=dict)  # what jax requires
     memory_bytes: int = 0  # of the first device, or of the machine for CPUs
     num_processes: int = 1
     hardware: Sequence[str] = ()  # that the system shows: "tpu", "gpu"
@@ -96,24 +98,22 @@ class Checkup:
 
     def _wrong(self) -> Iterator[str]:
         versions, current = self.versions, self.versions.get("jax", "")
-        for name in ("jaxlib", *_WHEELS):
-            numbers, other = _numbers(current), versions.get(name, current)
-            if _numbers(other)[:2] != numbers[:2] or _numbers(other) > numbers:
-                package = f"jax[{name.split('-')[1]}]" if "-" in name else name
-                fix = f"pip install '{package}=={current}'"
-                yield f"jax {current} and {name} {other} do not fit: {fix}."
-        libtpu, pin = versions.get("libtpu", ""), self.libtpu_pin
-        if libtpu and _numbers(pin) != _numbers(libtpu)[: len(_numbers(pin))]:
-            fix = f"pip install 'jax[tpu]=={current}'"
-            yield f"jax {current} is made for libtpu {pin}, not {libtpu}: {fix}."
+        for name, pin in self.pins.items():
+            bounds = sorted(map(_numbers, pin.split(",")))
+            number = _numbers(versions.get(name, pin))[: len(bounds[0])]
+            if not bounds[0] <= number <= bounds[-1]:
+                extra = {"jaxlib": "", "libtpu": "[tpu]"}.get(name, f"[{name[4:10]}]")
+                fix = f"pip install 'jax{extra}=={current}'"
+                fact = f"jax {current} and {name} {versions[name]} do not fit"
+                yield f"{fact}: it takes {name}{pin}; {fix}."
         for extra in self.needs:
             for name in (x for x in _EXTRAS[extra] if x not in versions):
                 yield f"{name} is not installed: pip install 'meshlayout[{extra}]'."
         environment = self.environment
-        variables = {name.lower(): x for name, x in sorted(environment.items())}
+        variables = {name.lower(): x for name, x in environment.items() if x}
         address = split_address(environment.get("JAX_COORDINATOR_ADDRESS"))
-        names = [f"{x}_proxy" for x in ("grpc", "https", "http")]
-        names = [name for name in names if variables.get(name)]
+        proxies = "grpc_proxy", "https_proxy", "http_proxy"
+        names = [name for name in proxies if name in variables]
         direct = [variables.get(x, "") for x in ("no_grpc_proxy", "no_proxy")]
         if address and names and address[0] not in re.split("[ ,]+", ",".join(direct)):
             fix = f"add {address[0]} to no_proxy, or call ml.initialize(), which does"
@@ -127,13 +127,13 @@ class Checkup:
             return
         hidden = environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
         for kind in self.hardware:
-            extra, names = {"tpu": ("tpu", ["libtpu"])}.get(kind, ("cuda12", _WHEELS))
+            extra, names = {"tpu": ("tpu", ["libtpu"])}.get(kind, ("cuda12", _PLUGINS))
             fix = "another process may hold it: end that, or look at what JAX logs"
             if setting:
                 fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
             elif kind == "gpu" and hidden:
                 fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
-            elif self.versions.keys().isdisjoint(names):
+            elif versions.keys().isdisjoint(names):
                 fix = f"it has no plugin: pip install 'jax[{extra}]=={current}'"
             yield f"this machine has a {kind.upper()}, but JAX uses the CPU; {fix}."
         count, asked = len(self.devices), self.asked_devices
@@ -160,7 +160,7 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     Raises:
         MeshLayoutError: If there is no such extra.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> ml.doctor().mesh
         'ml.create_mesh({"batch": 8})'
@@ -173,15 +173,15 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
         failure = next(iter(str(error).splitlines()), "no platform that was asked for")
-    versions = {"Python": platform.python_version()}
-    extras = {name for names in _EXTRAS.values() for name in names}
-    names = ("meshlayout", "jax", "jaxlib", "flax", "optax", *_WHEELS, *sorted(extras))
-    for name in names:
+    versions, required = {"Python": platform.python_version()}, list[str]()
+    extras = sorted({name for names in _EXTRAS.values() for name in names})
+    for name in ("meshlayout", "jax", "jaxlib", "flax", "optax", *extras, *_PLUGINS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    required = "\n".join(importlib.metadata.requires("jax") or [])
-    pins = re.findall(r"^libtpu *\(?==([\d.]+\d)", required, re.MULTILINE)
-    flags = re.findall(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+            if name in ("jax", *_PLUGINS):
+                required += importlib.metadata.requires(name) or []
+    flags = os.environ.get("XLA_FLAGS", ""), os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    counts = re.findall(r"device_count=(\d+)", "{} device_count={}".format(*flags))
     config: Any = jax.config
     folder = os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -191,11 +191,11 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
         *(versions, dict(os.environ), devices[0].platform if devices else ""),
         devices=[device.device_kind for device in devices],
         failure=failure,
-        libtpu_pin="".join(pins[:1]),
+        pins=dict(re.findall(_PIN, "\n".join(required), re.MULTILINE)),
         memory_bytes=memory,
         num_processes=1 if failure else _jax.process_count(),
         hardware=_jax.visible_accelerators(),
-        asked_devices=max(config.jax_num_cpu_devices, *map(int, ["0", *flags])),
+        asked_devices=max(config.jax_num_cpu_devices, *map(int, ["0", *counts])),
         cache=config.jax_enable_compilation_cache and config.jax_compilation_cache_dir,
         data=str(folder) if Path(folder).is_dir() else "",
         cores=os.cpu_count() or 1,

@@ -111,7 +111,7 @@ def describe_devices(topology: str) -> list[_jax.Device]:
     Raises:
         MeshError: If there is no such topology, or its compiler is not installed.
 
-    Example:
+    Examples:
         >>> devices = describe_devices("v5e:2x4")  # doctest: +SKIP
         >>> ml.create_mesh({"batch": 2, "model": 4}, devices=devices)  # doctest: +SKIP
         Mesh(batch=2, model=4; batch across 2 processes)

@@ -1,11 +1,11 @@
-"""The sub-commands of `python -m meshlayout`; `launch` is one in `__main__`."""
+"""The sub-commands of `python -m meshlayout`; `__main__` takes `launch` out before."""
 
 import argparse
-import importlib
 import json
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from meshlayout.checkpoint import Checkpointer
@@ -16,11 +16,10 @@ from meshlayout.planning.search import plan
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns its exit status, 1 where something is wrong."""
-    epilog = "launch takes --json, then the options of python -m meshlayout.launch."
-    parser = argparse.ArgumentParser(prog="meshlayout", epilog=epilog)
+    parser = argparse.ArgumentParser(prog="meshlayout")
     parsers = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run: Callable[..., Any], text: str) -> Any:
+    def command(name: str, run: Any, text: str) -> Any:
         sub = parsers.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -38,51 +37,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("checkpoint", help="a checkpointer's directory")
     add("--step", type=int, help="the latest by default")
     parsers.add_parser("launch", help="start several processes on this machine")
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    name, run, is_json = (options.pop(x) for x in ("command", "run", "json"))
     try:
-        status, text, facts = options.run(options)
+        is_wrong, text, facts = run(**options)
     except MeshLayoutError as error:
-        sys.stderr.write(f"meshlayout {options.command}: {error}\n")
+        sys.stderr.write(f"meshlayout {name}: {error}\n")
         return 1
-    if options.json:  # which has neither infinity nor NaN
+    if is_json:  # which has neither infinity nor NaN
         text = json.dumps(facts, default=str)
         facts = json.loads(text, parse_constant=lambda _: None)
         text = json.dumps(facts, indent=2)
     sys.stdout.write(f"{text}\n")
-    return status
+    return int(is_wrong)
 
 
-def _plan(options: argparse.Namespace) -> tuple[int, object, Mapping[str, Any]]:
-    name, _, function = options.problem.rpartition(":")
-    if not name:
-        msg = f"{options.problem!r} is not module:function or file.py:function."
-        raise MeshLayoutError(msg)
+def _plan(problem: str, **options: Any) -> tuple[bool, object, dict[str, Any]]:
+    name, _, function = problem.rpartition(":")
     sys.path.insert(0, "")  # as `python -m` does; the console script does not
     try:
         is_file = name.endswith(".py")
-        values = (
-            runpy.run_path(name) if is_file else vars(importlib.import_module(name))
-        )
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise MeshLayoutError(f"{name!r} cannot be imported: {error}.") from error
+        values = runpy.run_path(name) if is_file else vars(import_module(name))
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+        msg = f"{problem!r} is not module:function or file.py:function"
+        raise MeshLayoutError(f"{msg}: {error}.") from error
     if function not in values:
         hint = did_you_mean(function, values)
         raise MeshLayoutError(f"{name} has no {function!r}.{hint}")
-    names = ("topology", "budget_s", "workers")
-    given = {name: vars(options)[name] for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    ranking = plan(**(dict(values[function]()) | given))
-    return int(not ranking.fits and not ranking.changes), ranking, ranking.to_dict()
+    arguments = dict(values[function]())
+    given = {name: value for name, value in options.items() if value is not None}
+    ranking = plan(**(arguments | given))
+    return not (ranking.fits or ranking.changes), ranking, ranking.to_dict()
 
 
-def _doctor(options: argparse.Namespace) -> tuple[int, object, Mapping[str, Any]]:
-    checkup = doctor(needs=[x for x in options.needs.split(",") if x])
-    return int(bool(checkup.wrong)), checkup, checkup.to_dict()
+def _doctor(needs: str) -> tuple[bool, object, dict[str, Any]]:
+    checkup = doctor(needs=[x for x in needs.split(",") if x])
+    return bool(checkup.wrong), checkup, checkup.to_dict()
 
 
-def _inspect(options: argparse.Namespace) -> tuple[int, object, Mapping[str, Any]]:
-    step = "latest" if options.step is None else options.step
-    with Checkpointer(options.checkpoint) as checkpointer:
-        contents, steps = checkpointer.inspect(step), checkpointer.all_steps()
+def _inspect(checkpoint: str, step: Any) -> tuple[bool, object, dict[str, Any]]:
+    with Checkpointer(checkpoint) as checkpointer:
+        contents = checkpointer.inspect("latest" if step is None else step)
+        steps = checkpointer.all_steps()
     text = f"steps: {', '.join(map(str, steps))}\n{contents!r}"
-    return 0, text, {"steps": steps, **vars(contents)}
+    return False, text, {"steps": steps, **vars(contents)}

@@ -6,13 +6,17 @@ step that loads it traces and lowers as ever, and compares: no other program can
 
 import contextlib
 import copy
-import difflib
+import functools
+import hashlib
 import importlib.metadata
+import inspect
+import itertools
+import math
 import os
-import zipfile
+import pickle
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from meshlayout._annotations import Leaf
 from meshlayout.cluster import process_count, process_index
 from meshlayout.errors import StepError
 from meshlayout.hlo import Communication, Cost
+from meshlayout.layout import AnyMesh, Layout
+from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.planning.chips import describe_devices, memory_refusal
 from meshlayout.step.inspection import StepInspection, StepMemory, layout_of
@@ -45,43 +51,49 @@ class CompiledProgram:
 
 @_checks.user_call
 def compile_for(
-    step: StepInspection, target: str | Mesh | jax.sharding.Mesh, *args: Any
+    step: StepInspection, target: str | AnyMesh, *args: Any, **kwargs: Any
 ) -> CompiledProgram:
     """Compiles a step for devices that need not be here; as `step.compile_for`.
 
     Args:
-        step: A made or compiled step.
+        step: A made or compiled step, whose layout map follows to the target.
         target: A topology, as `"v5e:4x4"`, for the axes of the state's mesh, of which
             the first takes what is left; or a mesh with these axes.
         *args: What the step takes, abstract or not, on any mesh: the specs count.
+        **kwargs: The same by name.
 
     Raises:
         MeshError: If there is no such topology, or it has no such mesh.
+        LayoutError: If an array is sharded over an axis that the target does not have.
         StepError: If the program does not fit into the devices' memory.
     """
-    leaves, treedef = jax.tree.flatten(args)
-    layouts = [
-        x if isinstance(x, NamedSharding) else None for x in map(layout_of, leaves)
-    ]
-    axes = next((dict(x.mesh.shape) for x in layouts if x), {"batch": 0})
+    layouts = map(layout_of, jax.tree.leaves((args, kwargs)))
+    meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
     if isinstance(target, str):
+        axes = dict(next((x.shape for x in meshes), {"batch": 0}))
         axes |= {next(iter(axes)): -1}
         mesh = create_mesh(axes, devices=describe_devices(target))
     else:
         mesh = as_mesh(target)
+
+    def moved(default: Sharding | None, leaf: Leaf) -> Any:
+        if not isinstance(layout := layout_of(leaf), NamedSharding):
+            return _abstract(leaf, default)
+        kind = "pinned_host" if layout.memory_kind == "pinned_host" else None
+        return _abstract(leaf, Layout(layout.spec, mesh, memory_kind=kind).sharding)
+
     # A batch from the host has no layout: the step gives it one.
-    whole, num_state = mesh.layout(...).sharding, len(jax.tree.leaves(args[:1]))
-    for index, layout in enumerate(layouts):
-        if layout is not None:
-            kind = "pinned_host" if layout.memory_kind == "pinned_host" else None
-            layouts[index] = NamedSharding(mesh.jax_mesh, layout.spec, memory_kind=kind)
-        elif index < num_state:
-            layouts[index] = whole
-    args = treedef.unflatten(map(_abstract, leaves, layouts))
+    move_state = functools.partial(moved, mesh.layout(...).sharding)
+    state, args = jax.tree.map(move_state, args[:1]), args[1:]
+    args, kwargs = jax.tree.map(functools.partial(moved, None), (args, kwargs))
+    if (layouts := step._options["layouts"]) and layouts.mesh != mesh:
+        step = copy.copy(step)
+        step._options = {**step._options, "layouts": _map_on(mesh, layouts)}
     try:  # JAX's cache cannot read programs for devices that are not here
-        with _jax.without_compilation_cache():
-            compiled = step.lower(*args).compile()
-            reports = step.cost(*args), step.memory(*args), step.communication(*args)
+        with _jax.min_cached_s(math.inf):
+            compiled = step.lower(*state, *args, **kwargs).compile()
+            reports: Any = step.cost, step.memory, step.communication
+            reports = [report(*state, *args, **kwargs) for report in reports]
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
             raise
@@ -92,8 +104,21 @@ def compile_for(
     return CompiledProgram(compiled, mesh, *reports)
 
 
+def _map_on(mesh: Mesh, layouts: LayoutMap) -> LayoutMap:
+    """Returns a map's rules for `constrain`, which has no default, on another mesh."""
+
+    def moved(rule: Any) -> Any:
+        if isinstance(rule, Rule):
+            return replace(rule, layout=moved(rule.layout))
+        return replace(rule, mesh=mesh) if isinstance(rule, Layout) else rule
+
+    rules = {pattern: moved(rule) for pattern, rule in layouts.items()}
+    options = {"mesh": mesh, "rules": rules, "default": None}
+    return LayoutMap(**{**layouts._arguments(), **options})
+
+
 def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
-    if not hasattr(leaf, "dtype"):
+    if isinstance(leaf, type) or not hasattr(leaf, "dtype"):  # a static argument
         return leaf
     dtype, is_weak = _jax.canonical_dtype(leaf.dtype), getattr(leaf, "weak_type", False)
     options: Any = {"sharding": layout, "weak_type": is_weak}
@@ -105,31 +130,30 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     """Saves the program that a step has compiled last; as `step.save_compiled`.
 
     Each of several processes writes a file, and appends its index to the path. A step
-    that was not called, or that has static arguments, is a StepError.
+    that was not called is a StepError.
     """
     # A made step has a compiled one for every mesh and model.
     steps = getattr(step, "_compiled", {"": step}).values()
     called = [(each, *each.called) for each in steps if each.called is not None]
-    if not called or called[-1][0].static_argnames:
-        msg = "save_compiled takes a step that was called, without static_argnames."
-        raise StepError(msg)
+    if not called:
+        raise StepError("save_compiled takes a step that was called: call it first.")
     step, program, leaves = called[-1]
     args, kwargs = program.treedef.unflatten(map(_abstract, leaves, program.layouts))
     lowered = step.trace(*args, **kwargs).lower()
     # XLA cannot save a CPU program that the cache had. With an option, by its default,
-    # it is not the one that JAX remembers; a test notices.
+    # it is neither there nor what JAX remembers; a test notices.
     is_cpu = all(device.platform == "cpu" for device in _devices_of(program))
-    with _jax.without_compilation_cache():
-        compiled = lowered.compile({"xla_dump_hlo_as_text": False} if is_cpu else None)
-    payload, *_ = _jax.serialize(compiled)
-    with zipfile.ZipFile(_own_path(path), "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("key", _key())
-        file.writestr("text", _text_of(program, lowered))
-        file.writestr("program", payload)
+    options: Any = {"xla_embed_ir_in_executable": False} if is_cpu else None
+    with _jax.min_cached_s(math.inf):
+        payload, *_ = _jax.serialize(lowered.compile(options))
+    content = _key(), _text_of(program, lowered), payload
+    data, target = zlib.compress(pickle.dumps(content), level=1), _own_path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(hashlib.sha256(data).digest() + data)
 
 
 @_checks.user_call
-def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
+def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     """Takes a step's first program from a file; as `step.load_compiled`.
 
     The first call traces and lowers, and compiles nothing. Another program than that in
@@ -138,49 +162,50 @@ def load_compiled(step: StepInspection, path: str | os.PathLike[str]) -> None:
     trust. A file of other versions or devices is a StepError, too.
     """
     target = _own_path(path)
-    try:
-        with zipfile.ZipFile(target) as file:
-            content = [file.read(name) for name in ("key", "text", "program")]
-    except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        msg = f"{str(target)!r} is no file of save_compiled, or it is damaged: {error}."
-        raise StepError(msg) from None
-    key, text = (part.decode() for part in content[:2])
+    data = target.read_bytes() if target.is_file() else b""
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        msg = f"{str(target)!r} is no file of save_compiled, or it is damaged."
+        raise StepError(f"{msg} Save it anew.")
+    key, *saved = pickle.loads(zlib.decompress(data[32:]))
     _compare(target, key, _key())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
-    step.executable = SavedExecutable(target, content[2], text)
+    step.executable = functools.partial(_saved_or_jitted, target, saved)
 
 
-@dataclass(repr=False, eq=False)
-class SavedExecutable:
-    """A program from a file, which a step's first call takes instead of compiling."""
+def _saved_or_jitted(
+    path: Path, saved: list[Any], program: Any, static: tuple[str, ...]
+) -> Callable[..., Any]:
+    """Returns a program's jitted function, which runs a saved one where it may.
 
-    path: Path
-    payload: bytes
-    text: str
-    is_used: bool = False
+    The first program takes what is saved, and leaves the list empty.
+    """
+    jitted, compiled, values = program.jitted, None, None
+    names = enumerate(inspect.signature(jitted).parameters)
+    keys = {*static, *(index for index, name in names if name in static)}
 
-    def wrap(self, program: Any) -> Callable[..., Any]:
-        """Returns a program's jitted function, which runs this one where it may."""
-        jitted, compiled = program.jitted, None
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled, values
+        pairs = (*enumerate(args), *kwargs.items())
+        given = [(key, type(x), x) for key, x in pairs if key in keys]
+        if saved:
+            lowered = jitted.lower(*args, **kwargs)
+            text, payload = saved
+            _compare(path, text, _text_of(program, lowered))
+            trees = jax.tree.structure(lowered.args_info), lowered.out_tree
+            devices = _devices_of(program)
+            options: Any = {"backend": devices[0].client, "execution_devices": devices}
+            compiled = _jax.deserialize_and_load(payload, *trees, **options)
+            values = given
+            saved.clear()
+        if compiled is not None and given == values:
+            rest = [x for index, x in enumerate(args) if index not in keys]
+            named = {name: x for name, x in kwargs.items() if name not in keys}
+            with contextlib.suppress(TypeError):  # of other shapes it takes nothing
+                return compiled(*rest, **named)
+        return jitted(*args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal compiled
-            if not self.is_used:
-                compiled = self._load(program, jitted.lower(*args, **kwargs))
-            if compiled is not None:
-                with contextlib.suppress(TypeError):  # of other shapes it takes nothing
-                    return compiled(*args, **kwargs)
-            return jitted(*args, **kwargs)
-
-        vars(run)["trace"] = jitted.trace
-        return run
-
-    def _load(self, program: Any, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        _compare(self.path, self.text, _text_of(program, lowered))
-        self.is_used, devices = True, _devices_of(program)
-        trees = jax.tree.structure(lowered.args_info), lowered.out_tree
-        options: Any = {"backend": devices[0].client, "execution_devices": devices}
-        return _jax.deserialize_and_load(self.payload, *trees, **options)
+    vars(run)["trace"] = jitted.trace
+    return run
 
 
 def _devices_of(program: Any) -> list[_jax.Device]:
@@ -194,23 +219,25 @@ def _text_of(program: Any, lowered: jax.stages.Lowered) -> str:
 
 def _key() -> str:
     """Returns what a program is compiled for, besides its text."""
-    device, compiled = jax.devices()[0], importlib.metadata.version("jaxlib")
-    where = f"{device.device_kind}, processes: {process_count()}"
-    versions = f"jax {jax.__version__}\njaxlib {compiled}"
-    return f"{versions}\n{device.client.platform_version.strip()}\n{where}"
+    devices, jaxlib = jax.devices(), importlib.metadata.version("jaxlib")
+    where = f"{len(devices)} x {devices[0].device_kind}, processes: {process_count()}"
+    platform = devices[0].client.platform_version.strip()
+    lines = f"jax {jax.__version__}", f"jaxlib {jaxlib}", where, platform
+    return "\n".join([*lines, f"hardware {_jax.hardware_key()}"])
 
 
 def _compare(path: Path, saved: str, here: str) -> None:
     """Raises StepError if two texts differ."""
-    diff = difflib.unified_diff(saved.splitlines(), here.splitlines(), n=0, lineterm="")
-    if lines := [*diff][2:]:
-        firsts = [next((x for x in lines if x[0] == sign), "") for sign in "-+"]
-        text = " ".join(line[:200] for line in firsts if line)
+    pairs = itertools.zip_longest(saved.splitlines(), here.splitlines(), fillvalue="")
+    for pair in (pair for pair in pairs if pair[0] != pair[1]):
+        letters = enumerate(zip(*pair, strict=False))
+        first = next((index for index, (x, y) in letters if x != y), 0)
+        old, new = (line[max(0, first - 60) :][:200].strip() for line in pair)
         fact = f"{str(path)!r} holds another program than this one"
-        raise StepError(f"{fact} (- saved, + here): {text}. Save it anew.")
+        raise StepError(f"{fact} (- saved, + here): -{old} +{new}. Save it anew.")
 
 
 def _own_path(path: str | os.PathLike[str]) -> Path:
     """Returns the file of this process: each of several has one."""
-    name = os.fspath(path)
-    return Path(name if process_count() == 1 else f"{name}.{process_index()}")
+    suffix = f".{process_index()}" if process_count() > 1 else ""
+    return Path(f"{os.fspath(path)}{suffix}")

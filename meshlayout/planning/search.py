@@ -83,7 +83,7 @@ def plan(
         MeshLayoutError: If an option is wrong. A model that cannot be traced raises its
             own error.
 
-    Example:
+    Examples:
         >>> import jax, optax, meshlayout as ml
         >>> from flax import nnx
         >>> def build():

@@ -153,7 +153,7 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
             returns nothing.
         LayoutMapError: If the rules disagree or do not fit.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})

@@ -46,7 +46,7 @@ def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
         LayoutMapError: At the end, if rules disagree or do not fit; with
             `unused="error"`, also if nothing was made or a rule matches no path.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> with ml.scope(ml.LayoutMap(mesh, {"kernel": (None, "model")})):

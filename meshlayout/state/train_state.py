@@ -107,7 +107,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             StateError: If the builder returns anything else, or cannot be traced.
             LayoutMapError: If the rules disagree or do not fit.
 
-        Example:
+        Examples:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
             >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
@@ -287,7 +287,7 @@ def optimizer_by_path(
     are searched for in the paths, and the first match wins; every path needs one. None
     freezes its parameters and keeps no state for them.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> tx = optimizer_by_path({"head": optax.sgd(1.0), "": None})
         >>> params = {"body": jnp.ones(2), "head": jnp.ones(2)}

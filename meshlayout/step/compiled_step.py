@@ -92,7 +92,7 @@ def compile_step(
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> @compile_step
         ... def train_step(state, batch):
@@ -182,12 +182,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise StepError(msg)
         functools.update_wrapper(self, step, updated=())
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
-        names = (
-            [static_argnames] if isinstance(static_argnames, str) else static_argnames
-        )
-        self.function, self.static_argnames = step, tuple(names)
-        self._on_recompile: OnRecompile = on_recompile
-        self._layouts, self._donates = layouts, donate
+        names, self.function = static_argnames, step
+        self.static_argnames = (names,) if isinstance(names, str) else tuple(names)
+        self._options = {"layouts": layouts, "on_recompile": on_recompile}
+        self._donates = donate
         self._signature = inspect.signature(step)
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
@@ -201,8 +199,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
-        options = {"on_recompile": self._on_recompile, "layouts": self._layouts}
-        options |= {"static_argnames": self.static_argnames, "donate": self._donates}
+        options = {**self._options, "donate": self._donates}
+        options |= {"static_argnames": self.static_argnames}
         return functools.partial(CompiledStep, self.function, **options), ()
 
     @_checks.user_call
@@ -329,7 +327,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             options |= {"donate_argnums": 0, "out_shardings": (state, None)}
         program.jitted = jax.jit(traced, **options)
         if self.executable:
-            program.jitted = self.executable.wrap(program)
+            program.jitted = self.executable(program, self.static_argnames)
         return program
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -353,7 +351,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 why = self._explain(now) if self._was_called else ""
                 is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
-        scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
+        layouts = self._options["layouts"]
+        scope = activate(layouts) if layouts else contextlib.nullcontext()
         with _jax.ambient_mesh(program.mesh), scope:
             # Until all agree, it is behind those that run this call already.
             num_steps = int(is_compared and program.is_shared)
@@ -431,9 +430,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
         change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
-        if self._on_recompile == "error":
+        if self._options["on_recompile"] == "error":
             raise StepError(line)
-        if self._on_recompile == "warn":
+        if self._options["on_recompile"] == "warn":
             warnings.warn(line, RecompileWarning, stacklevel=stack_level())
         return change
 

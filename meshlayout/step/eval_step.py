@@ -45,7 +45,7 @@ def make_eval_step(
     All arguments are those of `make_train_step`; `loss_fn` receives `train=False`, and
     penalties count in the loss.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -117,7 +117,7 @@ def make_predict_step(
         layouts: As for `make_train_step`.
         on_recompile: As for `compile_step`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -150,8 +150,6 @@ class PredictStep(StateStep):
 
         def predict_step(state: TrainState, batch: Batch) -> Any:
             rest = policy, state, state.rng
-            return call_model(lambda model: function(model, batch), *rest, train=False)[
-                0
-            ]
+            return call_model(lambda x: function(x, batch), *rest, train=False)[0]
 
         return CompiledStep(predict_step, donate=False, **self._options)

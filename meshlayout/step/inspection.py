@@ -14,12 +14,13 @@ from jax.sharding import Sharding
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf
-from meshlayout.mesh import Mesh
+from meshlayout.layout import AnyMesh
 from meshlayout.state import TrainState
 
 
 if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
+    from meshlayout.planning import CompiledProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,8 @@ class StepMemory:
         new = self.output_bytes - self.donated_bytes
         return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return _render.text_table(_HEADERS, self._rows(), "lr")
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return _render.html_table(_HEADERS, self._rows(), "lr")
@@ -87,6 +86,7 @@ class StepInspection:
     """
 
     _state_name = "state"  # the step's first parameter
+    _options: Any  # layouts= and on_recompile=
     executable: Any = None  # from a file
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -136,10 +136,9 @@ class StepInspection:
         params, slots, whole = (len(jax.tree.leaves(x)) for x in (*fields, state))
         parts = itertools.pairwise([0, params, params + slots, whole, None])
         by_part = [_shard_bytes(pairs[slice(*part)], on_host=False) for part in parts]
-        names = ["parameter", "optimizer", "other_state", "batch"]
         analysis = compiled.memory_analysis()
         return StepMemory(
-            **{f"{x}_bytes": size for x, size in zip(names, by_part, strict=True)},
+            *by_part,
             host_bytes=_shard_bytes(pairs, on_host=True),
             gradient_bytes=by_part[0] if is_state and infos[0].donated else 0,
             argument_bytes=analysis.argument_size_in_bytes,
@@ -149,9 +148,11 @@ class StepInspection:
             code_bytes=analysis.generated_code_size_in_bytes,
         )
 
-    def compile_for(self, target: str | Mesh | jax.sharding.Mesh, *args: Any) -> Any:
+    def compile_for(
+        self, target: str | AnyMesh, *args: Any, **kwargs: Any
+    ) -> "CompiledProgram":
         """Compiles for devices that need not be here: `planning.compile_for`."""
-        return meshlayout.planning.compile_for(self, target, *args)
+        return meshlayout.planning.compile_for(self, target, *args, **kwargs)
 
     def save_compiled(self, path: str | os.PathLike[str]) -> None:
         """Saves the program compiled last in a file: `planning.save_compiled`."""

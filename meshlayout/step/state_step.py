@@ -56,7 +56,7 @@ class StateStep(StepInspection):
         plan: Any,  # what the kind of step needs besides
     ) -> None:
         self._function, self.weights, self._plan = function, weights, plan
-        self._options: Any = {"layouts": layouts, "on_recompile": on_recompile}
+        self._options = {"layouts": layouts, "on_recompile": on_recompile}
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         # Metrics are not donated: all calls that begin without any share these.

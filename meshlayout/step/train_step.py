@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
@@ -22,12 +23,7 @@ from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, as_weak_as
 from meshlayout.step.interception import Remat
 from meshlayout.step.objective import Loss, make_loss, merged, metrics_of_batch
-from meshlayout.step.state_step import (
-    StateStep,
-    check_batch,
-    place_batch,
-    row_sharding,
-)
+from meshlayout.step.state_step import StateStep, check_batch, place_batch, row_sharding
 from meshlayout.step.update import (
     Microbatches,
     OnNonfinite,
@@ -102,7 +98,7 @@ def make_train_step(
     Raises:
         MeshLayoutError: If an option is wrong.
 
-    Example:
+    Examples:
         >>> import optax
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -264,7 +260,16 @@ def _stacked(batches: Batch, count: int) -> Batch:
             f"first dim of {count}; this call was given {got}."
         )
         raise StepError(msg)
+    if is_list and isinstance(jax.tree.leaves(batches)[0], jax.ShapeDtypeStruct):
+        return jax.tree.map(lambda x: _stacked_spec(x, count), batches[0])
     return _stack(batches) if is_list else batches
+
+
+def _stacked_spec(x: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    layout: Any = x.sharding
+    if isinstance(layout, NamedSharding):
+        layout = NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
+    return x.update(shape=(count, *x.shape), sharding=layout)
 
 
 @jax.jit

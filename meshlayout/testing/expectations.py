@@ -40,7 +40,7 @@ def assert_layout(x: PyTree, expected: object) -> None:
         VerificationError: If a layout differs, or there are no arrays.
         LayoutError: If `expected` is not a layout, or does not fit; or the map.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> kernel = ml.arrays.zeros((4, 8), mesh.layout(None, "model"))
@@ -108,7 +108,7 @@ def expect_communication(
     Raises:
         VerificationError: If a count differs, or more is sent; lists all collectives.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
         >>> @ml.compile_step

@@ -103,7 +103,7 @@ def verify(
     Raises:
         VerificationError: If a leaf differs, or there is nothing to compare.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> def step(state, batch):
@@ -272,7 +272,7 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     Raises:
         MeshError: If this process has no devices in the mesh.
 
-    Example:
+    Examples:
         >>> import meshlayout as ml
         >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
         Mesh(batch=1, model=1)

@@ -20,7 +20,7 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
         epochs: The numbers of the finished epochs, from 1.
         stopped: Why the last `fit` ended before its last epoch; empty if it did not.
 
-    Example:
+    Examples:
         >>> history = History()
         >>> history.add(1, {"loss": 0.5, "val_loss": 0.75})
         >>> history.add(2, {"loss": 0.25, "val_loss": 0.5})

@@ -80,7 +80,7 @@ class Trainer(_checks.WithReflexes):
         position: How far training is; a `TrainingPosition`.
         stopped: Why training ends before its last epoch; empty if it does not.
 
-    Example:
+    Examples:
         >>> import optax
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> state = TrainState.create(build, optax.sgd(0.1))

@@ -36,7 +36,7 @@ class Callback:
     same on all processes, as the values of metrics are; what a clock or a file says,
     send from one process to the others with `ml.cluster.broadcast`.
 
-    Example:
+    Examples:
         >>> class Curriculum(Callback):
         ...     def on_epoch_end(self, trainer, epoch, logs):
         ...         if logs["loss"] < 0.1:

@@ -1,13 +1,15 @@
-"""What the site does beyond its theme.
+"""Builds the site, in .cache/docs/site, with what its generator does not do.
 
 Notebooks become pages of Markdown, with the outputs that they are committed with: so
 their code looks as it does elsewhere, and the cell that installs the library is folded.
 Links to them are written as GitHub needs them. After the build, every link and picture
-of every page must lead to something that exists, for MkDocs looks neither at HTML nor
-at links that leave the folder.
+of every page must lead to something that exists.
 """
 
 import re
+import shutil
+import subprocess
+import sys
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,40 +17,47 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parents[1]
+BUILD = ROOT / ".cache" / "docs"  # the generator keeps what it has made in it, too
+SOURCES, SITE = BUILD / "docs", BUILD / "site"
+FOOT = 'edit/main/docs/tutorials/(\\w+)\\.md"', r'blob/main/notebooks/\1.ipynb"'
 
 
-def on_config(config: Any) -> Any:
-    """Shows the version, and where the changes are, at the foot of each page."""
+def main() -> None:
+    """Builds the site; exits with a status if it cannot, or a link leads nowhere."""
+    _prepare()
+    command = [sys.executable, "-m", "zensical", "build"]
+    subprocess.run(command, cwd=BUILD, check=True)
+    for path in SITE.rglob("*.html"):
+        html = re.sub(
+            r"(?<!<pre>)<code>([^<\n]+)</code>", _with_breaks, path.read_text()
+        )
+        # The page of a notebook has an edit link to the notebook.
+        path.write_text(re.sub(*FOOT, html))
+    if wrong := _dead_links():
+        sys.exit("These lead nowhere:\n" + "\n".join(sorted(wrong)))
+
+
+def _prepare() -> None:
+    """Copies the pages to where the site is built from, and adds the notebooks."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    ignored = shutil.ignore_patterns("*.py", "__pycache__")
+    shutil.copytree(ROOT / "docs", SOURCES, ignore=ignored)
     source = (ROOT / "meshlayout" / "__init__.py").read_text()
     version = re.findall(r'__version__ = "(.*)"', source)[0]
-    changes = f"{config.repo_url}/blob/main/CHANGELOG.md"
-    config.copyright = f'meshlayout {version}, <a href="{changes}">changes</a>'
-    return config
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """Adds the notebooks as pages."""
+    config = (ROOT / "mkdocs.yml").read_text().replace("VERSION", version)
+    (BUILD / "mkdocs.yml").write_text(config)
+    (SOURCES / "tutorials").mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        name = f"tutorials/{path.stem}.md"
-        files.append(File.generated(config, name, content=_as_markdown(path)))
-    return files
-
-
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns links to notebooks into links to their pages."""
-    up = "../" * page.file.src_uri.count("/")
+        page = SOURCES / "tutorials" / f"{path.stem}.md"
+        page.write_text(_as_markdown(path))
     notebook = r"\((?:\.\./)+notebooks/(\w+)\.ipynb"
-    return re.sub(notebook, rf"({up}tutorials/\1.md", markdown)
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    """Lets code break between names, and nowhere in an option such as `--model`."""
-    return re.sub(r"(?<!<pre>)<code>([^<\n]+)</code>", _with_breaks, html)
+    for path in SOURCES.rglob("*.md"):
+        up = "../" * (len(path.relative_to(SOURCES).parts) - 1)
+        text = re.sub(notebook, rf"({up}tutorials/\1.md", path.read_text())
+        path.write_text(text)
 
 
 def _with_breaks(code: re.Match[str]) -> str:
@@ -61,28 +70,16 @@ def _with_breaks(code: re.Match[str]) -> str:
     return f"<code>{' '.join(words)}</code>"
 
 
-def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> Any:
-    """Gives the page of a notebook an edit link."""
-    folder, _, name = page.file.src_uri.partition("/")
-    if folder == "tutorials":
-        notebook = f"notebooks/{name.removesuffix('.md')}.ipynb"
-        page.edit_url = f"{config.repo_url}/blob/main/{notebook}"
-    return context
-
-
-def on_post_build(config: Any) -> None:
-    """Fails if a link or a picture of a page leads nowhere."""
-    site = Path(config.site_dir).resolve()
-    pages = {path: _Page.read(path) for path in site.rglob("*.html")}
-    wrong = [
-        f"{path.relative_to(site)}: {link}"
+def _dead_links() -> set[str]:
+    """Returns the links and pictures of pages that lead nowhere."""
+    pages = {path: _Page.read(path) for path in SITE.rglob("*.html")}
+    return {
+        f"{path.relative_to(SITE)}: {link}"
         for path, page in pages.items()
         if path.name != "404.html"  # whose links begin at the site's address
         for link in page.links
         if not _leads_somewhere(path, link, pages)
-    ]
-    if wrong:
-        raise PluginError("These lead nowhere:\n" + "\n".join(sorted({*wrong})))
+    }
 
 
 def _leads_somewhere(path: Path, link: str, pages: dict[Path, "_Page"]) -> bool:
@@ -151,3 +148,7 @@ def _output(output: Any) -> str:
         kind += "" if "──" in text else " sentences"  # which wrap, and tables do not
         content = f"<pre><code>{escape(text.rstrip())}</code></pre>"
     return f'<div class="{kind}">\n{content}\n</div>'
+
+
+if __name__ == "__main__":
+    main()
