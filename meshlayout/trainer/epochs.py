@@ -10,6 +10,7 @@ the data's position is that of the state.
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -41,10 +42,12 @@ from meshlayout._batches import (
 )
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.checkpoint.positions import Continues, move_to_position
-from meshlayout.data import DataIterator, DistributedDataset
+from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
+from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.data.agreement import Agreement
-from meshlayout.data.plan import DataPlan
+from meshlayout.data.examples import looks_batched
+from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -113,15 +116,19 @@ class TrainerInput:
             if isinstance(_jax.sharding_of(leaf), NamedSharding):
                 self._layout = batch_layout(Layout.of(leaf).mesh)
                 break
-        if batch_size is not None or labels is not None or is_columns(data):
+        is_rows, is_iterable = has_rows(data), isinstance(data, Iterable)
+        is_known = is_rows or is_iterable or callable(data) or _is_indexed(data)
+        if not is_known or isinstance(data, (str, bytes)):
+            msg = f"{name} must be arrays, an iterable of batches, or a function that"
+            raise MeshLayoutError(f"{msg} returns one, got {_checks.shown(data)}.")
+        if batch_size is not None or labels is not None or is_rows:
             rows = rows_of(where, name, data, labels, batch_size)
             weights = get_weights(data if labels is None else (data, labels), self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
-        if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
-            msg = f"{name} must be an iterable of batches, or a function that returns"
-            raise MeshLayoutError(f"{msg} one, got {_checks.shown(data)}.")
+        elif not is_iterable and not callable(data):  # `iter` might never end
+            data = functools.partial(NumberedItems, data, len(data))
         self._data, self._has_batches = data, False
         # Batches in an epoch; None if not known beforehand.
         self.num_steps = steps_per_epoch or operator.length_hint(data, 0) or None
@@ -146,7 +153,7 @@ class TrainerInput:
         for batch in self._epoch(text):
             name = f"batch {self._number}"
             self.where = f"in {self._opening}: {name}{text}"
-            with _checks.noted(self.where):
+            with noted_batch(self.where, batch):
                 placed = self._placed(batch)
             if placed is None:
                 what = f"{name} of {self._name}"
@@ -204,6 +211,7 @@ class TrainerInput:
             check_weights_key(batch, self._key)
             return PlacedBatch(batch, num_examples(batch))
         check_batch(batch, self._key)
+        self._tell_of_weights(batch)
         weights, rows = weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
@@ -256,7 +264,7 @@ class TrainerInput:
         return relayout(batch, layouts)
 
     def _dataset(
-        self, rows: Rows, size: int, shuffle: int | None
+        self, rows: RandomAccessSource, size: int, shuffle: int | None
     ) -> DistributedDataset:
         """Returns batches with weights, or `PlacedBatch`es that know their padding."""
         layout, key = self._layout, self._key
@@ -266,11 +274,14 @@ class TrainerInput:
         options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
         first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
         example, last = rows.read_rows(first, 0), len(rows) % size
+        self._tell_of_weights(example)
         is_weighted = weights_of(example, key) is not None
         if self._marks and (is_weighted or (last and takes_weights(example, key))):
             plan = DataPlan(lambda: rows, layout, {**options, "weights": key})
-            if self._trainer._accepts(plan.element_spec, train=self._trains):
-                return DistributedDataset(plan)
+            where = f"in {self._opening}: batch 1{' of epoch 1' * self._trains}"
+            with noted_batch(where, plan.element_spec):
+                if self._trainer._accepts(plan.element_spec, train=self._trains):
+                    return DistributedDataset(plan)
 
         def assemble(tree: PyTree, mask: jax.Array | None) -> PlacedBatch:
             return PlacedBatch(tree, num_examples(tree) if mask is None else last)
@@ -278,6 +289,19 @@ class TrainerInput:
         options["weights"] = None
         plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
+
+    def _tell_of_weights(self, batch: Batch) -> None:
+        """Says once that an entry which looks like weights is not taken for them."""
+        names: list[WeightsKey] = []
+        if isinstance(batch, Mapping) and self._key not in batch:
+            names += {"weights", "sample_weight", "sample_weights"} & batch.keys()
+        elif isinstance(batch, tuple) and len(batch) == 3 and self._key == "weight":
+            kind = getattr(getattr(batch[2], "dtype", None), "kind", "")
+            names += [2] * (kind == "f" and np.ndim(batch[2]) == 1)
+        for name in names:
+            sentence = "the data's entry %r does not weight the examples. If it is for "
+            sentence += "that, write Trainer(..., weights=%r)."
+            self._trainer._tell(sentence, name, name)
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -302,30 +326,47 @@ class TrainerInput:
         self._num_given = place["given"]
 
 
+def has_rows(data: Any) -> bool:
+    """Returns whether data is arrays or examples by index, to cut into batches."""
+    if is_columns(data) or isinstance(data, RandomAccessSource):
+        return True
+    is_other = isinstance(data, (list, str, bytes)) or hasattr(data, "__next__")
+    return not is_other and _is_indexed(data) and not looks_batched(data[0])
+
+
+def _is_indexed(data: Any) -> bool:
+    has_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return has_index and not isinstance(data, type) and len(data) > 0
+
+
 def rows_of(
     where: str, name: str, data: PyTree, labels: PyTree, size: int | None
-) -> Rows:
-    """Returns arrays as rows."""
-    columns, arguments = data, name
-    if labels is not None:
-        columns, arguments = (data, labels), f"{name}, labels"
+) -> RandomAccessSource:
+    """Returns arrays, or examples by index, as rows."""
+    arguments = name if labels is None else f"{name}, labels"
+    columns, rows = data if labels is None else (data, labels), None
+    is_list = isinstance(columns, list)  # of arrays, or of examples
     with _checks.noted(f"in {where}: cutting {arguments} into batches"):
-        rows = array_rows(columns)
+        if is_columns(columns) or (is_list and any(hasattr(x, "dtype") for x in data)):
+            rows = array_rows(columns)
+        elif is_list or has_rows(columns):
+            rows: Any = as_source(columns)
+    call = f"ml.distribute_dataset({name}, ml.create_mesh(), global_batch_size="
+    if rows is None:
+        kind = f"{where}: batch_size= is for arrays, and {_checks.shown(data)} yields"
+        hint = f"If it yields examples, write {call}{size})."
+        raise MeshLayoutError(f"{kind} batches: leave out batch_size=. {hint}")
     if size is None:
-        msg = (
-            f"{where}: {name} is {_checks.shown(data)}, of arrays with {len(rows):,} "
-            f"rows. Give the size of a batch, {where}({arguments}, batch_size=32), or "
-            "an iterable of batches, which may be a list of one batch."
-        )
-        raise MeshLayoutError(msg)
+        call = f"{call}32)" if ":" in where else f"{where}({arguments}, batch_size=32)"
+        raise MeshLayoutError(f"{where} needs the size of a batch: {call}.")
     _checks.count("batch_size", size, where=where)
     return rows
 
 
 def split_rows(
     data: PyTree, labels: PyTree, size: int | None, share: float
-) -> tuple[PyTree, PyTree]:
-    """Returns all rows of arrays for `fit` but the last ones, and a share of these."""
+) -> list[Rows]:
+    """Returns all rows of `fit` but the last ones, and a share of these."""
     rows = rows_of("fit", "train", data, labels, size)
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)
@@ -333,7 +374,21 @@ def split_rows(
         msg = f"fit: validation_split={share} leaves a part of {len(rows)} rows empty."
         raise MeshLayoutError(msg)
     parts = np.split(np.arange(len(rows)), [first])
-    return rows.read_rows(parts[0], 0), rows.read_rows(parts[1], 0)
+    return [Rows(len(x), lambda i, n, x=x: rows.read_rows(x[i], n)) for x in parts]
+
+
+def noted_batch(
+    where: str, batch: Batch, hint: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """Adds to an error which batch it is of, and the arrays in that."""
+
+    def note() -> str:
+        types = jax.tree.map(
+            lambda x: f"{getattr(x, 'dtype', 'a number')}{[*np.shape(x)]}", batch
+        )
+        return f"{where}, {types}{hint}".replace("'", "")
+
+    return _checks.noted(note)
 
 
 def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:

@@ -110,8 +110,12 @@ class TrainerSteps:
         assert loss_fn is not None
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         leaves, call = jax.tree.leaves(inputs), "predict_fn(model, batch)"
+        # Data without labels; before a first `fit` or `evaluate`, a single array.
+        is_bare = jax.tree_util.all_leaves([inputs])
+        if is_bare if structure is None else len(leaves) < structure.num_leaves:
+            name = "the model"
         with _checks.noted(f"predict calls {name}, or what you give as {call}"):
-            if structure is not None and len(leaves) < structure.num_leaves:
+            if name == "the model":
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:

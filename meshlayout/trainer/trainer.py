@@ -23,18 +23,26 @@ from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
-from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import LossError, MeshLayoutError, MetricError, RecompileWarning
+from meshlayout.errors import (
+    LossError,
+    MeshLayoutError,
+    MetricError,
+    RecompileWarning,
+    StateError,
+)
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
+from meshlayout.trainer.callbacks.callback import checked_callbacks
 from meshlayout.trainer.epochs import (
     Data,
     PlacedBatch,
     TrainerInput,
     TrainingPosition,
+    has_rows,
+    noted_batch,
     real_rows,
     split_rows,
 )
@@ -108,6 +116,13 @@ class Trainer(_checks.WithReflexes):
             msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
             build = f"lambda: {type(state).__name__}(...)"
             raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
+        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        if any(x.is_deleted() for x in arrays):
+            msg = "Trainer: training has used up this state. Continue with the state of"
+            hint = (
+                "its trainer, trainer.state, or create the state again, as by running"
+            )
+            raise StateError(f"{msg} {hint} the notebook's cell that does.")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
@@ -118,6 +133,11 @@ class Trainer(_checks.WithReflexes):
         self._callbacks: list[Callback] = []
         self._metrics: Metrics | None = None
         self._told: set[str] = set()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if type(self) is Trainer and name in ("optimizer", "learning_rate", "loss_fn"):
+            getattr(self, name)  # raises, with what to write: it would change nothing
+        super().__setattr__(name, value)
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
@@ -202,12 +222,7 @@ class Trainer(_checks.WithReflexes):
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
         is_list = isinstance(callbacks, Iterable)
-        chosen: list[Any] = [*callbacks] if is_list else [callbacks]
-        for callback in chosen:
-            if not is_list or not isinstance(callback, Callback):
-                what = f"{'and has' if is_list else 'got'} {_checks.shown(callback)}"
-                msg = "fit: callbacks must be a list of instances of"
-                raise MeshLayoutError(f"{msg} ml.callbacks.Callback, {what}.")
+        chosen = checked_callbacks(callbacks if is_list else [callbacks])
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
             chosen.insert(0, Progress())
@@ -218,15 +233,15 @@ class Trainer(_checks.WithReflexes):
             msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         if validation_split is not None:
-            if validation_data is not None or not is_columns(train):
-                msg = "fit: validation_split= holds out rows of arrays, and takes the"
-                raise MeshLayoutError(f"{msg} place of validation_data=.")
+            if validation_data is not None or not has_rows(train):
+                msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
+                raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         arrays = train, labels, batch_size, seed, steps_per_epoch
         source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
-            size = batch_size if is_columns(validation_data) else None
+            size = batch_size if has_rows(validation_data) else None
             names = "fit: validation", "validation_data"
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
@@ -292,7 +307,7 @@ class Trainer(_checks.WithReflexes):
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
-            with _noted(source, placed, hint):
+            with noted_batch(source.where, placed.batch, hint):
                 pending.append((placed, step(self.state, placed.batch)))
             if len(pending) > 1:  # read while the device computes the next batch
                 parts.append(real_rows(*pending.popleft(), key))
@@ -317,7 +332,7 @@ class Trainer(_checks.WithReflexes):
         self.position = replace(self.position, epoch=epoch, **start)
         self._notify("on_epoch_start", epoch)
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
-            with _noted(source, group[0]):
+            with noted_batch(source.where, group[0].batch):
                 self._train(group, source.size)
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
@@ -381,7 +396,7 @@ class Trainer(_checks.WithReflexes):
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
         metrics: Metrics | None = None
         for (placed,) in source.groups():
-            with _noted(source, placed):
+            with noted_batch(source.where, placed.batch):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)
         return {} if metrics is None else metrics.to_host()
@@ -411,20 +426,6 @@ class Trainer(_checks.WithReflexes):
             else:
                 self._pads = True
         return self._pads is not False
-
-
-def _noted(
-    source: TrainerInput, placed: PlacedBatch, hint: str = ""
-) -> contextlib.AbstractContextManager[None]:
-    """Adds to an error which batch it is of, and the arrays in that."""
-
-    def note() -> str:
-        types = jax.tree.map(
-            lambda x: f"{getattr(x, 'dtype', 'a number')}{[*np.shape(x)]}", placed.batch
-        )
-        return f"{source.where}, {types}{hint}".replace("'", "")
-
-    return _checks.noted(note)
 
 
 def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
