@@ -114,10 +114,10 @@ WRONG = {
     "mode='min'.": lambda: ml.callbacks.EarlyStopping("accuracy"),
     "fit: callbacks must be a list of instances of ml.callbacks.Callback, got the class "
     "StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
-    "Own.on_train_begin is no method of ml.callbacks.Callback: fit never calls it. Did "
-    "you mean 'on_fit_start'?": lambda: run_with(on_train_begin=lambda self: None),
-    "Own.on_batch_end is no method of ml.callbacks.Callback: fit never calls it. Did "
-    "you mean 'on_step_end'?": lambda: run_with(on_batch_end=lambda self: None),
+    "Own.on_train_begin is never called. The methods of a Callback are on_fit_start, "
+    "on_epoch_start, on_step_end, on_validation_start, on_epoch_end, on_fit_end.": (
+        lambda: run_with(on_train_begin=lambda self: None)
+    ),
     "Own.on_epoch_end is called as Own.on_epoch_end(trainer, epoch, logs), but takes "
     "(epoch, logs).": lambda: run_with(
         on_epoch_end=lambda self, epoch, logs=None: None

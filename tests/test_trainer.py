@@ -276,7 +276,7 @@ def test_weights_under_another_name_are_told_of(name, weighted, mesh, caplog):
         texts = [x.getMessage() for x in caplog.records if "weight the ex" in x.msg]
         assert texts == [
             f"the data's entry {weighted!r} does not weight the examples. If it is for "
-            f"that, write Trainer(..., weights={weighted!r})."
+            f"that, give Trainer weights={weighted!r}."
         ] * bool(weighted)
 
 
@@ -482,8 +482,7 @@ def test_predict_says_what_it_needs(mesh):
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
     assert message_of(lambda: mean.predict(data)) == (
-        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
-        "example."
+        "predict: an output has shape () for a batch of 8 rows; give one row per example."
     )
 
 
@@ -632,7 +631,9 @@ def test_a_state_that_is_used_up_is_refused(mesh):
     state, batches = create_state(mesh), cut(examples(8), 8)
     other = ml.Trainer(state, loss_fn)
     quiet_fit(ml.Trainer(state, loss_fn), batches)
-    with pytest.raises(ml.StateError, match="Continue with the state of its trainer"):
+    with pytest.raises(
+        ml.errors.StateError, match="Continue with the state of its trainer"
+    ):
         ml.Trainer(state, loss_fn)
     for call in (quiet_fit, ml.Trainer.evaluate, ml.Trainer.predict):
         with pytest.raises(ml.MeshLayoutError, match="used up"):

@@ -102,8 +102,7 @@ def expect_communication(
             counted in full (once, if their length is unknown).
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
-            `collective_broadcast`. A collective in a loop counts once; the result's
-            `in_loops` has those alone.
+            `collective_broadcast`. In a loop, one counts once; `in_loops` has those.
 
     Raises:
         VerificationError: If a count differs, or more is sent; lists all collectives.

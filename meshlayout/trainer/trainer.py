@@ -21,7 +21,7 @@ from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import num_examples
+from meshlayout._batches import noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import (
@@ -42,7 +42,6 @@ from meshlayout.trainer.epochs import (
     TrainerInput,
     TrainingPosition,
     has_rows,
-    noted_batch,
     real_rows,
     split_rows,
 )
@@ -64,10 +63,9 @@ class Trainer(_checks.WithReflexes):
     Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
     used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
     `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is padded to
-    the size of the first. Weights of 0 mark the padding: in a dict under the key
-    `weight` (or `weights=`), in a tuple at the end if `weights` is that index. If
-    nothing can leave padding out (the loss function returns a mean, or a tuple has no
-    place for weights), a short batch keeps its size, which takes a second program.
+    the size of the first. Weights of 0 mark the padding, under the key `weight`, or
+    `weights=`, which for a tuple is an index. Where nothing can leave padding out (a
+    loss that is a mean, a tuple without weights), a short batch keeps its size.
 
     Args:
         state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
@@ -75,12 +73,10 @@ class Trainer(_checks.WithReflexes):
         loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
         layouts: The layout map that `constrain` follows in the model.
-        predict_fn: A function of the model, in evaluation mode, and a batch, for
-            `predict`.
+        predict_fn: For `predict`: a function of a model in evaluation mode and a batch.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
-            `steps_per_call=n`, `train_step` gets a list of n batches, and at the end
-            of an epoch of those left over.
+            `steps_per_call=n`, `train_step` gets a list of up to n batches.
 
     Attributes:
         state: The state after the last finished step.
@@ -116,8 +112,7 @@ class Trainer(_checks.WithReflexes):
             msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
             build = f"lambda: {type(state).__name__}(...)"
             raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
-        arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-        if any(x.is_deleted() for x in arrays):
+        if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
             msg = "Trainer: training has used up this state. Continue with the state of"
             hint = (
                 "its trainer, trainer.state, or create the state again, as by running"
@@ -182,20 +177,19 @@ class Trainer(_checks.WithReflexes):
         error of the data or a callback, another `fit` continues from the last step.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
-        the running step, and ends the process with status 75. Started again with
-        `resume=True`, a run continues from the newest intact checkpoint at the very
-        batch, and ends with the bits of an uninterrupted one. Data without a position
-        (`get_state`) is read up to it, and must yield the same batches again.
+        the running step, and ends the process with status 75. With `resume=True`, a run
+        continues from the newest intact checkpoint at the very batch, with the bits of
+        an uninterrupted one. Data without `get_state` must yield the same batches anew.
 
         Args:
             train: An iterable of batches, read anew in each epoch, or a function that
-                returns one; or an array, or a dict or tuple of arrays, of examples.
+                returns one; or arrays, or an object with `__getitem__`, of examples.
             labels: More arrays of the same examples; or `epochs`, after batches.
-            epochs: The number of epochs, with those before an interruption.
-            batch_size: Rows of a global batch, for arrays.
+            epochs: How many more to train; with `resume=True`, how many in all.
+            batch_size: Rows of a global batch, for examples.
             shuffle: The seed of the order of arrays' rows in each epoch, or None.
-            steps_per_epoch: Batches per epoch, instead of one pass. The next epoch
-                continues where this one stopped; at the end of a pass a new one begins.
+            steps_per_epoch: Batches per epoch, instead of one pass; the next epoch
+                continues where this one stopped.
             validation_data: What to evaluate after each epoch, as `val_` and a name.
             validation_split: The share of arrays to hold out instead: their last rows.
             callbacks: Of `ml.callbacks.Callback`, called in order, `Checkpoint` last.

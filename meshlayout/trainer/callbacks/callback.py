@@ -4,16 +4,15 @@ Callbacks run while the device computes, and reading a metric waits for it. So t
 that show or watch values put them into `AsyncMetrics`, and read them once computed.
 """
 
-import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 
 from meshlayout import _checks, _jax
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
 
@@ -27,15 +26,6 @@ Trainer: TypeAlias = "trainer_module.Trainer"
 
 Logs: TypeAlias = Mapping[str, Any]
 """An epoch's values by name: floats, or arrays for metrics that have dims."""
-
-
-# Words in the names of Keras' moments, and ours.
-_KERAS = (
-    ("train_batch", "step"),
-    ("batch", "step"),
-    ("train", "fit"),
-    ("begin", "start"),
-)
 
 
 class Callback:
@@ -83,25 +73,14 @@ class Callback:
         """Called last, however the `fit` ended; close files here."""
 
 
-def checked_callbacks(callbacks: Iterable[Any]) -> list[Any]:
-    """Returns callbacks, all of whose methods `fit` will call, and can."""
-    moments = [name for name in vars(Callback) if name[0] != "_"]
-    for callback in (callbacks := [*callbacks]):
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Returns callbacks of whose methods each will be called, and can be."""
+    for callback in (chosen := [*callbacks]):
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
-        for name in dir(callback):
-            where = f"{type(callback).__name__}.{name}"
-            if name in moments:
-                names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
-                _checks.function(where, getattr(callback, name), *names)
-            elif name.startswith("on_"):
-                for word, own in _KERAS:
-                    name = name.replace(word, own)
-                near = did_you_mean(name, moments) or f" It has {', '.join(moments)}."
-                msg = f"{where} is no method of ml.callbacks.Callback: fit never calls"
-                raise MeshLayoutError(f"{msg} it.{near}")
-    return callbacks
+        _checks.methods(callback, Callback, "on_")
+    return chosen
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
