@@ -345,14 +345,6 @@ class Contest:
         return window
 
 
-def prepare_devices(way: str, num_devices: int) -> None:
-    """Makes the virtual devices as a user of that way would."""
-    if way.startswith(("make_train_step", "Trainer")):
-        ml.virtual_devices(num_devices)
-    else:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-
-
 def main() -> None:
     """Runs a window for each line of standard input."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -361,7 +353,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--placed", action="store_true")
     options = parser.parse_args()
-    prepare_devices(options.way, options.devices)
+    # For all: with JAX's own threads, queued collectives can wait for one another.
+    ml.virtual_devices(options.devices)
     contest = Contest(WORKS[options.model], options.devices, placed=options.placed)
     window = contest.ways()[options.way]()
     window()
