@@ -222,14 +222,13 @@ class Contest:
             metrics={"accuracy": self.accuracy()},
             **options,
         )
-        held, rows = [self.state()], self.layouts().mesh.layout("batch", ...)
-        self.put_batches(rows.with_rank(1).sharding)
+        held = [self.state()]
+        self.put_batches(self.shardings()[1])
         per_call = options.get("steps_per_call", 1)
 
         def window() -> None:
             state, metrics, waiting = held[0], None, []
-            for host_batch in self.batches:
-                batch = host_batch if self.is_placed else ml.relayout(host_batch, rows)
+            for batch in self.batches:  # the step shards those from the host
                 if per_call == 1:
                     state, metrics = step(state, batch, metrics)
                     continue
