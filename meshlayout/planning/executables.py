@@ -136,10 +136,9 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
 def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     """Takes a step's first program from a file; as `step.load_compiled`.
 
-    The first call traces and lowers, compares the text with the file's, and compiles
-    nothing. Another program is a StepError then, which says what differs; other versions
-    or devices are one now. Loading runs what is in the file: load none that you do not
-    trust.
+    The first call traces, lowers and compares, and compiles nothing: another program is
+    a StepError then, which says what differs; other versions or devices are one now.
+    Loading runs what is in the file: load none that you do not trust.
     """
     target = _own_path(path)
     try:  # the bytes have a checksum
