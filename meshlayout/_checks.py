@@ -266,7 +266,7 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     return context.get("error", MeshLayoutError)(text.rstrip())
 
 
-_HOME = "https://github.com/meshlayout/meshlayout"
+HOME = "https://github.com/meshlayout/meshlayout"
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
@@ -278,7 +278,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         # Something that the package itself imports: installing it would not help.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        fix = f"pip install 'meshlayout[{extra}] @ git+{_HOME}'."
+        fix = f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
         msg = f"{purpose} needs {package}, which is not installed: {fix}"
         raise MeshLayoutError(msg) from error
 
