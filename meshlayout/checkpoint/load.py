@@ -577,3 +577,12 @@ def _kind_of(dtype: DType) -> str:
         if jnp.issubdtype(dtype, kind):
             return kind.__name__.removesuffix("_")
     return str(dtype)
+
+
+def abstract_leaf(leaf: Leaf) -> Any:
+    """Returns a leaf without its array, which may be large, for `Request.like`."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    kind = jax.typeof(leaf)
+    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
