@@ -251,7 +251,7 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     return context.get("error", MeshLayoutError)(text.rstrip())
 
 
-_HOME = "https://github.com/meshlayout/meshlayout"
+HOME = "https://github.com/meshlayout/meshlayout"
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
@@ -265,7 +265,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise
         msg = (
             f"{purpose} needs {package}, which is not installed: "
-            f"pip install 'meshlayout[{extra}] @ git+{_HOME}'."
+            f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
         )
         raise MeshLayoutError(msg) from error
 

@@ -190,10 +190,9 @@ class TrainStep(StateStep):
         """
         # To look all up again would take Python longer than a small step.
         if self._last is not None and not _jax.is_tracing():
-            compiled, empty = self._last
-            program = compiled.continued(state, batch, metrics)
-            if program is not None:
-                if marked_weights:
+            compiled, program, empty = self._last
+            if program.goes_on(state, batch, metrics):
+                if marked_weights.data:  # quicker to ask than itself
                     check_batch(batch, self.weights)
                 args = state, batch, empty if metrics is None else metrics
                 return compiled.run(program, args, {})
