@@ -46,7 +46,8 @@ _COLUMNS = ("differs", "wanted", "saved")
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind."
+    "that it matches as it is. dtype= asks for another dtype of the same kind. "
+    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
 )
 
 
@@ -488,10 +489,6 @@ def match(
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
-        if any(path.startswith("extra/") for path in extra):
-            msg += (
-                " What a step keeps in `extra` is there in train_step.prepare(state)."
-            )
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
