@@ -155,6 +155,16 @@ def test_a_value_to_watch_that_is_not_there_is_named(kind):
         Scripted(1.0).run(getattr(ml.callbacks, kind)("val_loss"))
 
 
+def test_a_fit_that_does_not_validate_any_more_says_so(state):
+    trainer, callback = ml.Trainer(state, loss_fn), ml.callbacks.EarlyStopping()
+    fit(trainer, callback, validation_data=batches(1))
+    assert message_of(lambda: fit(trainer, callback)) == (
+        "epoch 2 has no 'val_loss', as earlier ones had: give fit validation data again."
+    )
+    with pytest.raises(KeyError, match="the history has no -1, only 'loss', "):
+        trainer.history[-1]
+
+
 # Progress.
 
 

@@ -122,8 +122,7 @@ class Metrics(Mapping[str, Any]):
             try:
                 updated[name] = metric.merge(_measured(metric, named, weights))
             except MetricError as error:  # names its class, of which there may be two
-                msg = f"metric {name!r}: {error}"
-                raise MetricError(msg) from None
+                raise MetricError(f"metric {name!r}: {error}") from None
         return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":

@@ -215,8 +215,11 @@ class Trainer(_checks.WithReflexes):
         seed = checked_seed(shuffle, "fit")
         is_list = isinstance(callbacks, Iterable)
         chosen = checked_callbacks(callbacks if is_list else [callbacks])
-        has_progress = any(isinstance(x, Progress) for x in chosen)
-        if progress and verbose != 0 and not has_progress:
+        if (
+            progress
+            and verbose != 0
+            and not any(isinstance(x, Progress) for x in chosen)
+        ):
             chosen.insert(0, Progress())
         # Those that save come last: what others do, such as stopping, is saved.
         chosen.sort(key=lambda x: isinstance(x, Checkpoint))
@@ -335,8 +338,9 @@ class Trainer(_checks.WithReflexes):
         rows = sum(placed.num_examples for placed in group)
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
-            # A short batch is a second program, of which the user knows.
-            if first_rows and any(num_examples(x) != first_rows for x in batches):
+            # New data and a short batch take a new program, of which the user knows.
+            is_short = any(num_examples(x) != first_rows for x in batches)
+            if not position.step_in_fit or (first_rows and is_short):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
