@@ -159,7 +159,7 @@ def test_a_fit_that_does_not_validate_any_more_says_so(state):
     trainer, callback = ml.Trainer(state, loss_fn), ml.callbacks.EarlyStopping()
     fit(trainer, callback, validation_data=batches(1))
     assert message_of(lambda: fit(trainer, callback)) == (
-        "epoch 2 has no 'val_loss', as earlier ones had: give fit validation data again."
+        "'val_loss' needs validation data again."
     )
     with pytest.raises(KeyError, match="the history has no -1, only 'loss', "):
         trainer.history[-1]

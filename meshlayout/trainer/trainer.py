@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -213,13 +213,9 @@ class Trainer(_checks.WithReflexes):
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
-        is_list = isinstance(callbacks, Iterable)
-        chosen = checked_callbacks(callbacks if is_list else [callbacks])
-        if (
-            progress
-            and verbose != 0
-            and not any(isinstance(x, Progress) for x in chosen)
-        ):
+        chosen = checked_callbacks(callbacks)
+        has_progress = any(isinstance(x, Progress) for x in chosen)
+        if progress and verbose != 0 and not has_progress:
             chosen.insert(0, Progress())
         # Those that save come last: what others do, such as stopping, is saved.
         chosen.sort(key=lambda x: isinstance(x, Checkpoint))

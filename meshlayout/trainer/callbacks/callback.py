@@ -7,7 +7,7 @@ that show or watch values put them into `AsyncMetrics`, and read them once compu
 import inspect
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -78,7 +78,8 @@ class Callback:
 def checked_callbacks(callbacks: Any) -> list[Any]:
     """Returns callbacks of whose methods each will be called, and can be."""
     moments = [name for name in vars(Callback) if name.startswith("on_")]
-    for callback in (chosen := [*callbacks]):
+    chosen = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
+    for callback in chosen:
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")

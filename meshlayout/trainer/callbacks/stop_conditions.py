@@ -62,12 +62,10 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
-        values = trainer.history[self._monitor]
-        if self._monitor not in logs:
-            msg = f"epoch {epoch} has no {self._monitor!r}, as earlier ones had:"
-            raise MeshLayoutError(f"{msg} give fit validation data again.")
+        if self._monitor in trainer.history and self._monitor not in logs:
+            raise MeshLayoutError(f"{self._monitor!r} needs validation data again.")
         best, self._best_epoch = math.inf, 0
-        for number, value in enumerate(values, 1):
+        for number, value in enumerate(trainer.history[self._monitor], 1):
             score = value * self._sign
             # False for NaN, which thus counts as an epoch without improvement.
             if number > self._first and score < best - self._min_delta:
