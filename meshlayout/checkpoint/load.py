@@ -488,6 +488,10 @@ def match(
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
+        if any(path.startswith("extra/") for path in extra):
+            msg += (
+                " What a step keeps in `extra` is there in train_step.prepare(state)."
+            )
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
