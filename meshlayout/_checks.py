@@ -286,18 +286,17 @@ _REFLEXES = {
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
     "summary": "print(state) is the summary.",
-    "model": "It is in the state: trainer.state.model.",
     "optimizer": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
     "learning_rate": "Write trainer.state = trainer.state.replace(tx=adam(1e-4)).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
-    "restore": "Write checkpointer.restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "history": "It has the values itself, as history['loss'].",
     "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
-    "steps": "Give a function that returns itertools.islice(batches, steps).",
+    "steps": "Give a function that returns itertools.islice(batches, n).",
     "validation_steps": "Give a function that returns itertools.islice(batches, n).",
+    "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset": "Write distribute_dataset(data, mesh, global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
@@ -345,7 +344,8 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = _REFLEXES.get(name) or did_you_mean(name, known).strip()
+            reflex = "" if f"{name}s" in known else _REFLEXES.get(name)
+            hint = reflex or did_you_mean(name, known).strip()
             if hint := hint or ("" if takes_any else "No such option exists."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:

@@ -241,7 +241,9 @@ def test_a_resumed_epoch_counts_its_own_examples(monkeypatch):
 def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     Scripted(1.0, math.nan, math.nan).run()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the loss of epoch 2 is NaN, and training continues.")
+    assert said.startswith(
+        "the loss of epoch 2 is NaN, as NaN in the data makes it, or "
+    )
     assert "ml.callbacks.StopOnNaN()" in said
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())

@@ -657,6 +657,9 @@ def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh):
         lambda: ml.Trainer(1, loss_fn, 2): "Trainer(ml.TrainState.create(build",
         lambda: ml.distribute_dataset(data, global_batch_size=8): "(data, mesh, global",
         lambda: ml.Checkpointer("x", save_best_only=True): "best=('val_loss', 'min')",
+        lambda: ml.Checkpointer(
+            "x", max_to_keep=3
+        ): "ml.Checkpointer(directory, keep=3)",
     }.items():
         assert words in message_of(call)
     with pytest.raises(TypeError) as caught:
@@ -700,6 +703,11 @@ WRONG = {
     ),
     "the source is empty: it yielded no examples.": (
         lambda data: Counted().fit({"i": np.ones(0)}, batch_size=2)
+    ),
+    "fit: a strategy's batches are for its run. Give arrays, or ml.distribute_dataset(": (
+        lambda data: Counted().fit(
+            ml.distribute.MirroredStrategy().distribute_dataset(examples(8), 8)
+        )
     ),
     "train yielded no batch. Perhaps it is": lambda data: Counted().fit(iter([])),
 }

@@ -153,10 +153,7 @@ class Metrics(Mapping[str, Any]):
             return values.compute()
 
     def to_host(self) -> dict[str, Any]:
-        """Returns the values by name, as Python floats and NumPy arrays.
-
-        Use this to log or print: it waits for the device.
-        """
+        """Waits, and returns the values by name, as Python floats and NumPy arrays."""
         values = self.local_values()
         return {name: jax.tree.map(_on_host, x) for name, x in values.items()}
 

@@ -56,8 +56,7 @@ class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
-    device only at the end of an epoch. A subclass may define `train_step`, `eval_step`
-    or `predict_step`; if it defines all that it uses, the state may be any tree.
+    device only at the end of an epoch. A subclass may define its steps.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
     used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
@@ -368,9 +367,9 @@ class Trainer(_checks.WithReflexes):
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
             self._tell(
-                "the loss of epoch %d is NaN, and training continues. "
-                "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
-                "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
+                "the loss of epoch %d is NaN, as NaN in the data makes it, or labels "
+                "outside 0 to classes - 1. callbacks=[ml.callbacks.StopOnNaN()] stops, "
+                "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them.",
                 position.epoch,
             )
         self._notify("on_epoch_end", position.epoch, logs)

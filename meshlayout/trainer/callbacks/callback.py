@@ -1,8 +1,4 @@
-"""`Callback`: the moments of training at which a user's code can run.
-
-Callbacks run while the device computes, and reading a metric waits for it. So those
-that show or watch values put them into `AsyncMetrics`, and read them once computed.
-"""
+"""`Callback`: the moments of training at which a user's code can run."""
 
 import inspect
 import re
@@ -102,7 +98,7 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 
 
 class AsyncMetrics:
-    """A queue of metrics, each of which is read once the device has computed it.
+    """A queue of metrics, each of which is read, without waiting, once it is computed.
 
     Processes may read at different times. With `in_step`, because something is decided
     by the values, all read them after the same step: a fixed number of calls later.
