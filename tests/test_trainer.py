@@ -662,6 +662,8 @@ def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh):
         ): "ml.Checkpointer(directory, keep=3)",
     }.items():
         assert words in message_of(call)
+    dataset = ml.distribute_dataset(data, mesh, global_batch_size=8)
+    assert repr(dataset) == "DistributedDataset(global_batch_size=8, batches=1)"
     with pytest.raises(TypeError) as caught:
         quiet_fit(trainer, data["x"], data["y"], batch_size=8)
     assert "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts." in (

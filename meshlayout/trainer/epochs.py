@@ -92,7 +92,7 @@ class TrainerInput:
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         leaves = jax.tree.leaves(trainer.state)
         shardings = [x for x in map(_jax.sharding_of, leaves) if x]
-        meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        meshes: Any = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
         if not meshes:  # on one device; else on that to which JAX sends arrays
             devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
             meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
@@ -109,7 +109,7 @@ class TrainerInput:
                 check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
         elif not is_iterable:  # `iter` might never end
-            data = functools.partial(NumberedItems, data, len(data))
+            data = functools.partial(NumberedItems, data, operator.length_hint(data))
         elif isinstance(data, DistributedDataset) and data._plan._assemble:
             msg = f"{where}: a strategy's batches are for its run. Give arrays, or"
             raise MeshLayoutError(f"{msg} ml.distribute_dataset(source, mesh, ...).")

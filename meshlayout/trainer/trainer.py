@@ -312,7 +312,6 @@ class Trainer(_checks.WithReflexes):
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
-        """Trains for an epoch, or for the rest of a resumed one."""
         epoch, source = len(self.history.epochs) + 1, self.input
         assert source is not None
         is_new = self._metrics is None  # else restored, with the position in the epoch
