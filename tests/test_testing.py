@@ -507,9 +507,7 @@ def test_what_is_not_in_its_layout_or_has_none_is_named(mesh):
     assert said(np.ones(3), (None,)) == (
         "f64[3] is on no mesh, but (None,) was expected."
     )
-    assert said({}, (None,)) == (
-        "{} holds no arrays, and so there is no layout to check."
-    )
+    assert said({}, (None,)) == ("{} holds no arrays: there is no layout to check.")
     assert message_of(testing.assert_layout, {"w": tree["w00"]}, "model") == (
         "w f32[8]: expected a Layout or a NamedSharding, got 'model'."
     )

@@ -650,6 +650,27 @@ def test_an_attribute_that_would_change_nothing_cannot_be_set(mesh):
     assert int(trainer.state.step) == 1
 
 
+def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh):
+    trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(8)
+    for call, words in {
+        lambda: trainer.fit(data, validation_steps=3): "itertools.islice(batches, n)",
+        lambda: ml.Trainer(1, loss_fn, 2): "Trainer(ml.TrainState.create(build",
+        lambda: ml.distribute_dataset(data, global_batch_size=8): "(data, mesh, global",
+        lambda: ml.Checkpointer("x", save_best_only=True): "best=('val_loss', 'min')",
+        lambda: ml.Checkpointer(
+            "x", max_to_keep=3
+        ): "ml.Checkpointer(directory, keep=3)",
+    }.items():
+        assert words in message_of(call)
+    dataset = ml.distribute_dataset(data, mesh, global_batch_size=8)
+    assert repr(dataset) == "DistributedDataset(global_batch_size=8, batches=1)"
+    with pytest.raises(TypeError) as caught:
+        quiet_fit(trainer, data["x"], data["y"], batch_size=8)
+    assert "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts." in (
+        caught.value.__notes__
+    )
+
+
 BAD_STEP = {"train_step": lambda *_: (0, 1)}
 WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
@@ -684,6 +705,11 @@ WRONG = {
     ),
     "the source is empty: it yielded no examples.": (
         lambda data: Counted().fit({"i": np.ones(0)}, batch_size=2)
+    ),
+    "fit: a strategy's batches are for its run. Give arrays, or ml.distribute_dataset(": (
+        lambda data: Counted().fit(
+            ml.distribute.MirroredStrategy().distribute_dataset(examples(8), 8)
+        )
     ),
     "train yielded no batch. Perhaps it is": lambda data: Counted().fit(iter([])),
 }

@@ -580,6 +580,5 @@ def abstract_leaf(leaf: Leaf) -> Any:
     """Returns a leaf without its array, which may be large, for `Request.like`."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    kind = jax.typeof(leaf)
-    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    options = {"sharding": leaf.sharding, "weak_type": jax.typeof(leaf).weak_type}
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)
