@@ -533,6 +533,12 @@ REFUSED = {
     "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),
+    **{
+        f"metrics: 'a': the class {kind.__name__} is no metric; an instance of it is": (
+            lambda kind=kind: ml.make_train_step(lambda m, b: 0, metrics={"a": kind})
+        )
+        for kind in (metrics.Accuracy, nnx.metrics.Average)
+    },
     "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the "
     "entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean "
     "'logit'? ml.metrics.Accuracy(predictions=...) takes the name or position of yours.": (
