@@ -569,5 +569,5 @@ def test_what_is_not_expected_is_listed(scanned_arguments):
         f"{sent - 1} were expected.\n"
     )
     text = message(expect, all_reduces=1)
-    assert text.startswith("'all_reduces' is not a kind of collective; the kinds are ")
+    assert text.startswith("'all_reduces' is not a kind of collective; these are: ")
     assert text.endswith(" Did you mean 'all_reduce'?")
