@@ -96,17 +96,21 @@ SUMS = {
     ),
     "a scalar": ({}, DATA, np.full((16, 4), 1 / 64)),
     "scalars": ({"accumulate": 2}, DATA, np.full((16, 4), 1 / 64)),
+    "explicit axes": ({}, DATA, np.full((16, 4), 1 / 64)),
+    "explicit axes, microbatches": (*({"accumulate": 2}, BATCH), REAL),
 }
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_what_counts_how_much_and_what_sums_are_divided_by(mesh, name):
+def test_what_counts_how_much_and_what_sums_are_divided_by(name):
     def loss_fn(model, batch):
         x, y = batch[:2] if isinstance(batch, tuple) else (batch["x"], batch["y"])
         each = jnp.square(model(x) - y)
         return each.mean() if "scalar" in name else each
 
     options, batch, counts = SUMS[name]
+    types = "explicit" if name.startswith("explicit") else "auto"
+    mesh = ml.create_mesh({"batch": 8}, axis_types=types)
     is_linen = "NaN" in name
     state = create_linen(mesh, nn.Dense(4)) if is_linen else create(mesh)
     expected = on_host(state.params)
@@ -205,14 +209,6 @@ def test_metrics_are_means_over_all_examples_until_they_start_again(mesh, option
             assert list(found) == list(expected)
             assert found == pytest.approx(expected, rel=2e-5)
         trained, evaluated = trained.empty(), evaluated.empty()
-
-
-@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
-@pytest.mark.parametrize("metric", [ml.metrics.Accuracy, nnx.metrics.Average])
-def test_a_class_of_metrics_is_refused_when_the_step_is_made(metric, make):
-    message = f"the class {metric.__name__} is no metric; an instance of it is"
-    with pytest.raises(ml.errors.MetricError, match=f"^metrics: 'a': {message}"):
-        make(squares, metrics={"a": metric})
 
 
 # What the loss function is handed.
