@@ -325,10 +325,12 @@ def make_setting(
                 f"do: {nearest}"
             )
     parts = PIPELINE["microbatches"] * options.accumulate
+    parts *= mesh.axis_size("batch") if "batch" in mesh.axis_names else 1
     if layouts == "pipeline" and options.global_batch_size % parts:
         raise OptionError(
             f"argument --global-batch-size: {options.global_batch_size} rows do not "
-            f"divide into the {parts} microbatches of the stages; multiples of it do"
+            f"divide into {parts}, the microbatches of the stages and the shards of "
+            "each; multiples of it do"
         )
     whole = {
         "height": ("pixels of an image's height", IMAGE_SHAPE[0]),

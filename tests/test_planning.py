@@ -1,5 +1,6 @@
 """Programs ahead of time, the doctor and the command line."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -245,17 +246,24 @@ def test_a_program_that_does_not_fit_says_by_how_much():
 
 def machine(monkeypatch, *, devices=("cpu",), hardware=(), versions=(), **variables):
     """Makes JAX, the packages and the environment those of another machine."""
-    pins = ["jaxlib<=0.10.2,>=0.10.1", "jaxlib==0.9.0; extra == 'old'"]
-    pins += [f"{x}<=0.10.2,>=0.10.2; extra == 'cuda'" for x in ("jax-cuda12-plugin",)]
-    pins += ["libtpu==0.0.42.*; extra == 'tpu'"]
-    requires = {"jax": pins, "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2"]}
-    parts = ["ray[train]>=2; extra == 'ray'", "cloudpickle>=3; extra == 'ray'"]
-    requires["meshlayout"] = [*parts, "jax[tpu]; extra == 'tpu'"]
+    requires = {
+        "jax": [
+            *("jaxlib<=0.10.2,>=0.10.1", "jaxlib==0.9.0; extra == 'old'"),
+            "jax-cuda12-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == 'cuda'",
+            "libtpu==0.0.42.*; extra == 'tpu'",
+        ],
+        "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2"],
+        "meshlayout": [
+            *("ray[train]>=2; extra == 'ray'", "cloudpickle>=3; extra == 'ray'"),
+            "jax[tpu]; extra == 'tpu'",
+        ],
+    }
     versions = {"meshlayout": "1", "jax": "0.10.2", "jaxlib": "0.10.2"} | dict(versions)
-    distributions = [
-        types.SimpleNamespace(name=name, version=version, requires=requires.get(name))
-        for name, version in versions.items()
-    ]
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
 
     def local_devices():
         if not devices:
@@ -265,21 +273,14 @@ def machine(monkeypatch, *, devices=("cpu",), hardware=(), versions=(), **variab
             for x in devices
         ]
 
-    monkeypatch.setattr(checkup.metadata, "distributions", lambda: distributions)
+    monkeypatch.setattr(checkup.metadata, "version", version)
     monkeypatch.setattr(checkup.metadata, "requires", requires.get)
     monkeypatch.setattr(checkup.jax, "local_devices", local_devices)
     monkeypatch.setattr(checkup._jax, "visible_accelerators", lambda: [*hardware])
     monkeypatch.setattr(checkup.os, "cpu_count", lambda: 2)
-    variables = {"TFDS_DATA_DIR": "/", "JAX_PLATFORMS": ""} | variables
-    for name in (
-        "NPROC",
-        "XLA_FLAGS",
-        "JAX_NUM_CPU_DEVICES",
-        "https_proxy",
-        "no_proxy",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    names = "NPROC XLA_FLAGS JAX_NUM_CPU_DEVICES https_proxy no_proxy JAX_PLATFORMS"
+    unset = dict.fromkeys(names.split(), "") | {"TFDS_DATA_DIR": "/"}
+    for name, value in (unset | variables).items():
         monkeypatch.setenv(name, value)
 
 
