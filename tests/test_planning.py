@@ -210,6 +210,15 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
 
 
+def test_what_is_looked_at_twice_is_traced_once_for_a_slice_too():
+    pytest.importorskip("libtpu")
+    devices = ml.planning.describe_devices("v5e:2x4")  # of two hosts
+    layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 8}, devices=devices))
+    state = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
+    step, batch = ml.make_train_step(squares), jax.eval_shape(lambda: BATCH)
+    assert step.trace(state, batch).jaxpr is step.trace(state, batch).jaxpr
+
+
 def test_a_target_gets_layout_maps_and_lists_of_batches():
     def loss_fn(model, batch):
         hidden = ml.constrain(model(batch["x"]), "hidden")
