@@ -7,6 +7,7 @@ library itself put into a batch are remembered by weak reference, so that a step
 looks for them elsewhere refuses the batch instead of counting padding as examples.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout._annotations import Batch, Leaf
 from meshlayout.errors import StepError
 from meshlayout.layout import Layout
@@ -80,12 +81,10 @@ def num_examples(batch: Batch) -> int:
         if np.ndim(leaf.value):
             names.setdefault(np.shape(leaf.value)[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
-    msg = (
-        f"the first dim is the batch dim, and {name!r} has {rows} rows where "
-        f"{other_name!r} has {other_rows}. Pass values that are not part of the batch "
-        "to the loss function in another way, such as a closure or a scalar."
-    )
-    raise StepError(msg)
+    msg = f"the first dim is the batch dim, and {name!r} has {rows} rows where"
+    msg += f" {other_name!r} has {other_rows}. Pass values that are not part of the"
+    hint = "batch to the loss function in another way, such as a closure or a scalar."
+    raise StepError(f"{msg} {hint}")
 
 
 def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
@@ -113,12 +112,20 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     kinds = (jnp.number, jnp.bool_)
     if np.ndim(weights) and any(jnp.issubdtype(dtype, kind) for kind in kinds):
         return weights
-    msg = (
-        f"the batch's {key!r} is taken for its weights, one per example, but it is a "
-        f"{type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}. "
-        "Give the weights another name with weights=."
-    )
-    raise StepError(msg)
+    msg = f"the batch's {key!r} is taken for its weights, one per example, but it is a"
+    msg += f" {type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}."
+    raise StepError(f"{msg} Give the weights another name with weights=.")
+
+
+def unused_weights(batch: Batch, key: WeightsKey) -> list[WeightsKey]:
+    """Returns where entries look like weights, in a batch that has none at its key."""
+    names: list[WeightsKey] = ["weights", "sample_weight", "sample_weights"]
+    if isinstance(batch, (tuple, list)):
+        is_triple = len(batch) == 3 and np.ndim(batch[2]) == 1
+        dtype = getattr(batch[-1], "dtype", None) if is_triple else None
+        names = [2] * (getattr(dtype, "kind", "") == "f")
+    has_weights = get_weights(batch, key) is not None
+    return [x for x in names if not has_weights and get_weights(batch, x) is not None]
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:
@@ -151,11 +158,8 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
         if -len(batch) <= key < len(items):
             items[key] = weights
             return type(record)(*items) if is_record else type(batch)(items)
-    msg = (
-        f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
-        "arrays; or a tuple, with weights= its length."
-    )
-    raise StepError(msg)
+    msg = f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of"
+    raise StepError(f"{msg} arrays; or a tuple, with weights= its length.")
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
@@ -221,14 +225,25 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     place: WeightsKey = next(leaf.path for leaf in named if is_marked(leaf.value))
     if isinstance(batch, (tuple, list)) and place.isdigit():
         place = int(place)
-    msg = (
-        f"the batch's weights are at {place!r}, but the step looks for them at "
-        f"{key!r}, so that padding would count as examples. Give weights={place!r} to "
-        f"the step, or weights={key!r} to the dataset."
-    )
-    raise StepError(msg)
+    msg = f"the batch's weights are at {place!r}, but the step looks for them at"
+    msg += f" {key!r}, so that padding would count as examples. Give weights={place!r}"
+    raise StepError(f"{msg} to the step, or weights={key!r} to the dataset.")
 
 
 def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch that the library made."""
     return leaf is not None and marked_weights.get(id(leaf)) is leaf
+
+
+def noted_batch(
+    where: str, batch: Batch, hint: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """Adds to an error which batch it is of, and the arrays in that."""
+
+    def note() -> str:
+        def kind(leaf: Leaf) -> str:
+            return f"{getattr(leaf, 'dtype', 'a number')}{[*np.shape(leaf)]}"
+
+        return f"{where}, {jax.tree.map(kind, batch)}{hint}".replace("'", "")
+
+    return _checks.noted(note)

@@ -182,6 +182,21 @@ def function(
     return value
 
 
+def methods(value: object, base: type, prefix: str) -> None:
+    """Refuses methods with a prefix that are not of the base, or take other arguments.
+
+    Nothing would ever call the first, and the second would fail after an epoch.
+    """
+    known = {name: x for name, x in vars(base).items() if name.startswith(prefix)}
+    for name in dir(value):
+        if name in known:
+            names = [*inspect.signature(known[name]).parameters][1:]
+            function(f"{type(value).__name__}.{name}", getattr(value, name), *names)
+        elif name.startswith(prefix):
+            msg = f"{type(value).__name__}.{name} is never called. The methods of a"
+            raise _error(f"{msg} {base.__name__} are {', '.join(known)}.")
+
+
 def has_arrays(name: str, tree: object, **context: Unpack[Context]) -> None:
     """Refuses a tree without arrays, which is nearly always a forgotten `return`."""
     leaves = jax.tree.leaves(tree)
@@ -263,10 +278,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         # Something that the package itself imports: installing it would not help.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        msg = (
-            f"{purpose} needs {package}, which is not installed: "
-            f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
-        )
+        fix = f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
+        msg = f"{purpose} needs {package}, which is not installed: {fix}"
         raise MeshLayoutError(msg) from error
 
 
@@ -280,11 +293,16 @@ _MEANINGS = {
     "Continue with the state that the step returned.",
 }
 
+_NEW_RATE = "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4))."
+
 # What users of other libraries write by habit, and what takes its place here.
 _REFLEXES = {
     "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "summary": "print(state) is the summary.",
+    "optimizer": _NEW_RATE,
+    "learning_rate": _NEW_RATE,
+    "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
     "history": "It has the values itself, as history['loss'].",

@@ -195,12 +195,9 @@ class Layout:
             return cls([None] * (rank or 0), mesh, memory_kind=sharding.memory_kind)
         if not isinstance(sharding, NamedSharding):
             what = type(value).__name__ if sharding is None else repr(sharding)
-            msg = (
-                f"{what} has no layout: it has no NamedSharding. Place the array with "
-                "relayout(x, layout); inside jit, layouts are only known on a mesh "
-                "with Explicit axes."
-            )
-            raise LayoutError(msg)
+            msg = f"{what} has no layout: it has no NamedSharding. Place the array with"
+            msg += " relayout(x, layout); inside jit, layouts are only known on a mesh"
+            raise LayoutError(f"{msg} with Explicit axes.")
         mesh = sharding.mesh
         if not isinstance(mesh, jax.sharding.Mesh):
             # In a trace: the devices are known only if the program set the mesh.
@@ -435,11 +432,8 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
     if is_sequence and all(isinstance(axis, str) for axis in entry):
         # The canonical form, for which layouts that mean the same are equal.
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    msg = (
-        f"entry {dim} is {_checks.shown(entry)}; an entry must be a mesh axis name, a "
-        "tuple of names, UNSHARDED (None), MATCH or `...`."
-    )
-    raise LayoutError(msg)
+    msg = f"entry {dim} is {_checks.shown(entry)}; an entry must be a mesh axis name, a"
+    raise LayoutError(f"{msg} tuple of names, UNSHARDED (None), MATCH or `...`.")
 
 
 def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:

@@ -114,8 +114,7 @@ def compute_average_loss(
     where = "compute_average_loss"
     losses = _real("per_example_loss", per_example_loss, where=where)
     if losses.ndim == 0:
-        msg = f"{where} takes one loss per example, (batch,), got a scalar."
-        raise LossError(msg)
+        raise LossError(f"{where} takes one loss per example, (batch,), got a scalar.")
     weights, size = sample_weight, global_batch_size
     if weights is not None:
         weights = _fitting_weights(weights, losses)
@@ -131,12 +130,16 @@ def compute_average_loss(
         # Else a part of the batch, of a function that has looked at the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
             msg = (
-                f"{where}: the losses have {len(losses)} rows and this replica's batch "
-                f"{len(mask)}, some of which may be padding. Give one loss per row; or "
-                "for a part of the batch, both global_batch_size and sample_weight, "
-                "with 0 where get_replica_context().example_mask is 0."
+                f"{where}: the losses have {len(losses)} rows and this replica's batch"
             )
-            raise LossError(msg)
+            msg += (
+                f" {len(mask)}, some of which may be padding. Give one loss per row; "
+            )
+            msg += (
+                "or for a part of the batch, both global_batch_size and sample_weight"
+            )
+            hint = "with 0 where get_replica_context().example_mask is 0."
+            raise LossError(f"{msg}, {hint}")
     if size is None:
         size = len(losses) * _num_replicas()
     size = _real("global_batch_size", size, where=where).astype("float32")
@@ -172,12 +175,9 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
     weights = _real("weights", weights, where="losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
-        msg = (
-            f"weights of shape {weights.shape} do not fit losses of shape "
-            f"{losses.shape}; give one weight per example, ({losses.shape[0]},), or "
-            "one per loss."
-        )
-        raise LossError(msg)
+        msg = f"weights of shape {weights.shape} do not fit losses of shape"
+        hint = f"give one weight per example, ({losses.shape[0]},), or one per loss."
+        raise LossError(f"{msg} {losses.shape}; {hint}")
     return weights
 
 
@@ -192,12 +192,9 @@ def _num_replicas() -> int:
         return context.num_replicas_in_sync
     sizes = _jax.manual_axis_sizes()  # of a plain jax.shard_map
     if sum(size > 1 for size in sizes.values()) > 1:
-        msg = (
-            f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is "
-            "not known which of them are replicas. Give global_batch_size=, or divide "
-            "by the number of replicas yourself."
-        )
-        raise LossError(msg)
+        msg = f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is"
+        hint = "Give global_batch_size=, or divide by the number of replicas yourself."
+        raise LossError(f"{msg} not known which of them are replicas. {hint}")
     return math.prod(sizes.values())
 
 

@@ -36,9 +36,8 @@ class Metrics(Mapping[str, Any]):
     for all of them. Names keep their order.
 
     Args:
-        metrics: The metrics by name: of this library, clu, metrax or any pytrees that
-            follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
-            nnx's Average and Accuracy.
+        metrics: By name: metrics of this library, clu, metrax, nnx's Average and
+            Accuracy, or pytrees with `empty`, `from_model_output`, `merge`, `compute`.
 
     Examples:
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
@@ -217,12 +216,9 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
         counts = _checks.real_array("weights", weights, where=where, error=MetricError)
         masks = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
         if not takes_any and known.keys().isdisjoint(masks):
-            msg = (
-                f"{where} takes neither 'mask' nor 'sample_weights', so it cannot "
-                "leave out what has weight 0. Use a metric of meshlayout.metrics, or "
-                "batches without padding and weights."
-            )
-            raise MetricError(msg)
+            msg = f"{where} takes neither 'mask' nor 'sample_weights', so it cannot"
+            msg += " leave out what has weight 0. Use a metric of meshlayout.metrics,"
+            raise MetricError(f"{msg} or batches without padding and weights.")
         values |= masks
     for name, parameter in known.items():
         if parameter.default is parameter.empty:

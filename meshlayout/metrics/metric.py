@@ -1,8 +1,7 @@
 """Metrics as frozen values that hold one array of sums, and those of plain numbers.
 
 A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its array
-must keep its shape and dtype from the first batch to the last, and metrics must merge
-in any grouping. Sums do both.
+must keep shape and dtype, and metrics must merge in any grouping. Sums do both.
 """
 
 import dataclasses
@@ -54,9 +53,8 @@ class Metric:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
-        # are equal, and jit may run the program of one for the other: so the class is
-        # a setting.
+        # To jax 0.8 to 0.12, two dataclasses with the same settings are equal, and jit
+        # may run the program of one for the other: so the class is a setting.
         cls.__annotations__ = {**inspect.get_annotations(cls), "_kind": type}
         cls._kind = dataclasses.field(default=cls, kw_only=True, repr=False)
         dataclass(frozen=True, eq=False)(cls)
@@ -104,11 +102,8 @@ class Metric:
     def merge(self, other: Self) -> Self:
         """Returns the metric of all that both counted; refuses another class's."""
         if jax.tree.structure(self) != jax.tree.structure(other):
-            msg = (
-                f"{self!r} does not merge with {other!r}: both must have the same "
-                "class and settings."
-            )
-            raise MetricError(msg)
+            msg = f"{self!r} does not merge with {other!r}: both must have the same"
+            raise MetricError(f"{msg} class and settings.")
         sums = self._merged(jnp.asarray(self.sums), jnp.asarray(other.sums))
         return dataclasses.replace(self, sums=sums)
 
@@ -137,12 +132,10 @@ class Metric:
         if not elements.ndim:  # one number of the whole batch, which may be padding
             return jnp.any(factors != 0).astype(jnp.float32)
         if factors.shape != elements.shape[: factors.ndim]:
-            msg = (
-                f"{type(self).__name__}: {array_text(name, factors)} does not fit "
-                f"{array_text('elements', elements)}. Give weights of the shape of the "
-                f"elements or of their first dims, such as {elements.shape[:1]}."
-            )
-            raise MetricError(msg)
+            msg = f"{type(self).__name__}: {array_text(name, factors)} does not fit"
+            msg += f" {array_text('elements', elements)}. Give weights of the shape of"
+            hint = f"the elements or of their first dims, such as {elements.shape[:1]}."
+            raise MetricError(f"{msg} {hint}")
         return jnp.broadcast_to(_spread(factors, elements.ndim), elements.shape)
 
 
@@ -178,8 +171,7 @@ class Mean(MeanMetric):
     """The weighted mean of values: `total` divided by `count`.
 
     Args:
-        values: The name of the values in a step's outputs or batch; the per-example
-            losses by default.
+        values: Their name in a step's outputs or batch; by default per-example losses.
 
     Examples:
         >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
@@ -234,12 +226,9 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
     if named.get(name) is not None:
         return named[name]
     names = [key for key, value in named.items() if value is not None]
-    msg = (
-        f"{where}: there is no {name!r} among the outputs and the entries of the batch "
-        f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
-        f"{way_out}"
-    )
-    raise MetricError(msg)
+    msg = f"{where}: there is no {name!r} among the outputs and the entries of the"
+    known = f"batch ({', '.join(map(repr, names)) or 'none'})."
+    raise MetricError(f"{msg} {known}{did_you_mean(name, names)}{way_out}")
 
 
 def _spread(x: jax.Array, ndim: int) -> jax.Array:

@@ -102,8 +102,7 @@ def expect_communication(
             counted in full (once, if their length is unknown).
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
-            `collective_broadcast`. A collective in a loop counts once; the result's
-            `in_loops` has those alone.
+            `collective_broadcast`. In a loop, one counts once; `in_loops` has those.
 
     Raises:
         VerificationError: If a count differs, or more is sent; lists all collectives.
@@ -123,11 +122,9 @@ def expect_communication(
     """
     for kind, count in counts.items():
         if kind not in KINDS:
-            msg = (
-                f"{kind!r} is not a kind of collective; the kinds are "
-                f"{', '.join(KINDS)}.{did_you_mean(kind, (*KINDS, *_OPTIONS))}"
-            )
-            raise VerificationError(msg)
+            near = did_you_mean(kind, (*KINDS, *_OPTIONS))
+            msg = f"{kind!r} is not a kind of collective; the kinds are"
+            raise VerificationError(f"{msg} {', '.join(KINDS)}.{near}")
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)
@@ -137,10 +134,8 @@ def expect_communication(
         if sent[kind] != count
     ]
     if max_wire_bytes is not None and sent.wire_bytes > max_wire_bytes:
-        wrong.append(
-            f"{sent.wire_bytes} bytes of collectives sent by each device where at most "
-            f"{max_wire_bytes} were expected"
-        )
+        fact = f"{sent.wire_bytes} bytes of collectives sent by each device where at"
+        wrong.append(f"{fact} most {max_wire_bytes} were expected")
     if wrong:
         name = getattr(program, "__name__", "the program")
         raise VerificationError(f"{name} has {', and '.join(wrong)}.\n{sent}")

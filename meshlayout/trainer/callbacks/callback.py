@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
 
@@ -70,6 +71,16 @@ class Callback:
 
     def close(self) -> None:
         """Called last, however the `fit` ended; close files here."""
+
+
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Returns callbacks of whose methods each will be called, and can be."""
+    for callback in (chosen := [*callbacks]):
+        if not isinstance(callback, Callback):
+            msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
+            raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
+        _checks.methods(callback, Callback, "on_")
+    return chosen
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
