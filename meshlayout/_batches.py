@@ -81,10 +81,12 @@ def num_examples(batch: Batch) -> int:
         if np.ndim(leaf.value):
             names.setdefault(np.shape(leaf.value)[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
-    msg = f"the first dim is the batch dim, and {name!r} has {rows} rows where"
-    msg += f" {other_name!r} has {other_rows}. Pass values that are not part of the"
-    hint = "batch to the loss function in another way, such as a closure or a scalar."
-    raise StepError(f"{msg} {hint}")
+    msg = (
+        f"the first dim is the batch dim, and {name!r} has {rows} rows where "
+        f"{other_name!r} has {other_rows}. Pass values that are not part of the batch "
+        "to the loss function in another way, such as a closure or a scalar."
+    )
+    raise StepError(msg)
 
 
 def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
@@ -112,20 +114,12 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     kinds = (jnp.number, jnp.bool_)
     if np.ndim(weights) and any(jnp.issubdtype(dtype, kind) for kind in kinds):
         return weights
-    msg = f"the batch's {key!r} is taken for its weights, one per example, but it is a"
-    msg += f" {type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}."
-    raise StepError(f"{msg} Give the weights another name with weights=.")
-
-
-def unused_weights(batch: Batch, key: WeightsKey) -> list[WeightsKey]:
-    """Returns where entries look like weights, in a batch that has none at its key."""
-    names: list[WeightsKey] = ["weights", "sample_weight", "sample_weights"]
-    if isinstance(batch, (tuple, list)):
-        is_triple = len(batch) == 3 and np.ndim(batch[2]) == 1
-        dtype = getattr(batch[-1], "dtype", None) if is_triple else None
-        names = [2] * (getattr(dtype, "kind", "") == "f")
-    has_weights = get_weights(batch, key) is not None
-    return [x for x in names if not has_weights and get_weights(batch, x) is not None]
+    msg = (
+        f"the batch's {key!r} is taken for its weights, one per example, but it is a "
+        f"{type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}. "
+        "Give the weights another name with weights=."
+    )
+    raise StepError(msg)
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:
@@ -158,8 +152,10 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
         if -len(batch) <= key < len(items):
             items[key] = weights
             return type(record)(*items) if is_record else type(batch)(items)
-    msg = f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of"
-    raise StepError(f"{msg} arrays; or a tuple, with weights= its length.")
+    msg = f"a {type(batch).__name__} has no place for weights={key!r}."
+    raise StepError(
+        f"{msg} Give a dict of arrays; or a tuple, with weights= its length."
+    )
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
@@ -225,9 +221,12 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     place: WeightsKey = next(leaf.path for leaf in named if is_marked(leaf.value))
     if isinstance(batch, (tuple, list)) and place.isdigit():
         place = int(place)
-    msg = f"the batch's weights are at {place!r}, but the step looks for them at"
-    msg += f" {key!r}, so that padding would count as examples. Give weights={place!r}"
-    raise StepError(f"{msg} to the step, or weights={key!r} to the dataset.")
+    msg = (
+        f"the batch's weights are at {place!r}, but the step looks for them at "
+        f"{key!r}, so that padding would count as examples. Give weights={place!r} to "
+        f"the step, or weights={key!r} to the dataset."
+    )
+    raise StepError(msg)
 
 
 def is_marked(leaf: Leaf) -> bool:
@@ -235,15 +234,13 @@ def is_marked(leaf: Leaf) -> bool:
     return leaf is not None and marked_weights.get(id(leaf)) is leaf
 
 
-def noted_batch(
-    where: str, batch: Batch, hint: str = ""
-) -> contextlib.AbstractContextManager[None]:
+def noted_batch(where: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Adds to an error which batch it is of, and the arrays in that."""
 
     def note() -> str:
         def kind(leaf: Leaf) -> str:
             return f"{getattr(leaf, 'dtype', 'a number')}{[*np.shape(leaf)]}"
 
-        return f"{where}, {jax.tree.map(kind, batch)}{hint}".replace("'", "")
+        return f"{where}, {jax.tree.map(kind, batch)}".replace("'", "")
 
     return _checks.noted(note)

@@ -182,21 +182,6 @@ def function(
     return value
 
 
-def methods(value: object, base: type, prefix: str) -> None:
-    """Refuses methods with a prefix that are not of the base, or take other arguments.
-
-    Nothing would ever call the first, and the second would fail after an epoch.
-    """
-    known = {name: x for name, x in vars(base).items() if name.startswith(prefix)}
-    for name in dir(value):
-        if name in known:
-            names = [*inspect.signature(known[name]).parameters][1:]
-            function(f"{type(value).__name__}.{name}", getattr(value, name), *names)
-        elif name.startswith(prefix):
-            msg = f"{type(value).__name__}.{name} is never called. The methods of a"
-            raise _error(f"{msg} {base.__name__} are {', '.join(known)}.")
-
-
 def has_arrays(name: str, tree: object, **context: Unpack[Context]) -> None:
     """Refuses a tree without arrays, which is nearly always a forgotten `return`."""
     leaves = jax.tree.leaves(tree)

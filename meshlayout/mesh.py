@@ -68,15 +68,20 @@ class Mesh:
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         mesh = getattr(mesh, "jax_mesh", mesh)
         if not isinstance(mesh, jax.sharding.Mesh) or not mesh.size:
-            msg = "expected a Mesh or a jax.sharding.Mesh with devices, got"
-            msg += f" {shown(mesh)}. Make one with"
-            raise MeshError(f"{msg} create_mesh({{'batch': 8}}).")
+            msg = (
+                "expected a Mesh or a jax.sharding.Mesh with devices, got "
+                f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
+            )
+            raise MeshError(msg)
         for name in mesh.axis_names:
             if not isinstance(name, str) or not re.fullmatch(
                 r"\s*[^\s,=|][^,=|]*", name
             ):
-                msg = f"axis name {shown(name)} is not a string, is empty, or contains"
-                raise MeshError(f"{msg} one of , = |. Use a name such as 'batch'.")
+                msg = (
+                    f"axis name {shown(name)} is not a string, is empty, or contains "
+                    "one of , = |. Use a name such as 'batch'."
+                )
+                raise MeshError(msg)
         _jax.check_joined("Mesh")
         shape = MappingProxyType(dict(mesh.shape))
         self.__dict__.update(jax_mesh=mesh, shape=shape)
@@ -135,8 +140,8 @@ class Mesh:
         devices = [*self.devices.flat]
         index = devices.index(device) if device in devices else device
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.size:
-            msg = f"{shown(device)} is not a device of {self!r}, whose devices are"
-            raise MeshError(f"{msg} {self._devices_text()}, nor the index of one.")
+            msg = f"{shown(device)} is not a device of {self!r}, nor the index of one."
+            raise MeshError(f"{msg} Its devices are {self._devices_text()}.")
         return tuple(map(int, np.unravel_index(index, self.devices.shape)))
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
@@ -291,9 +296,9 @@ def create_mesh(
         Mesh(replica=2, fsdp=4)
     """
     if axes is not None and axis_sizes:
-        msg = "give the axes once: as the first argument or as keywords"
-        msg += f" ({', '.join(axis_sizes)}), not both. Options are devices, dcn and"
-        raise MeshError(f"{msg} axis_types.")
+        names = ", ".join(axis_sizes)
+        msg = f"give the axes once: as the first argument or as keywords ({names})."
+        raise MeshError(f"{msg} Options are devices, dcn and axis_types.")
     _jax.check_joined("create_mesh")
     members = jax.devices() if devices is None else parse_devices(devices)
     axes = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)
@@ -320,10 +325,12 @@ def _parse_axes(axes: Any) -> dict[str, int]:
     counts = [*sizes.values()]
     is_bad = min(counts, default=0) < -1 or 0 in counts or counts.count(-1) > 1
     if is_bad or not sizes or len(sizes) < len(pairs):
-        msg = f"{shown(axes)} does not give each axis name once with a size: a positive"
-        msg += " integer, or for one axis -1, for whatever is left. Write"
-        msg += " {'batch': 2, 'model': 4}, [('batch', 2), ('model', -1)] or"
-        raise MeshError(f"{msg} 'batch=2,model=4'.")
+        msg = (
+            f"{shown(axes)} does not give each axis name once with a size: a positive "
+            "integer, or for one axis -1, for whatever is left. Write {'batch': 2, "
+            "'model': 4}, [('batch', 2), ('model', -1)] or 'batch=2,model=4'."
+        )
+        raise MeshError(msg)
     return sizes
 
 
@@ -341,12 +348,12 @@ def _fill_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     fitting[next(iter(axes))] = num_left
     need = f"a multiple of {fixed}" if is_open else str(fixed)
     subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+    are = f"there {'is' if count == 1 else 'are'} {count}"
     msg = (
-        f"mesh ({sizes_text(axes)}) needs {need} devices, but there "
-        f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
-        f"({sizes_text(fitting)}){subset * (not is_open and fixed < count)}."
+        f"mesh ({sizes_text(axes)}) needs {need} devices, but {are}. A shape that fits:"
     )
-    raise MeshError(msg)
+    subset *= not is_open and fixed < count
+    raise MeshError(f"{msg} ({sizes_text(fitting)}){subset}.")
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -360,8 +367,11 @@ def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType
     by_name |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
     kinds = [by_name.get(x.lower() if isinstance(x, str) else x) for x in names]
     if len(kinds) != count or None in kinds:
-        msg = f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list"
-        raise MeshError(f"{msg} with one of them for each axis.")
+        msg = (
+            f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
+            "with one of them for each axis."
+        )
+        raise MeshError(msg)
     return tuple(kinds)
 
 
@@ -375,8 +385,8 @@ def parse_devices(devices: Any) -> list[Any]:
         elif hasattr(device, "platform"):  # also described ones, of other classes
             parsed.append(device)
         else:
-            msg = f"{shown(device)} is not a device; give those of jax.devices(), or"
-            raise MeshError(f"{msg} text of the form PLATFORM:ID, as in 'CPU:3'.")
+            hint = "Give those of jax.devices(), or texts such as 'CPU:3'."
+            raise MeshError(f"{shown(device)} is not a device. {hint}")
     return parsed
 
 
@@ -385,8 +395,11 @@ def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
         by_id = {device.id: device for device in jax.devices(platform or "none")}
         return [by_id[number] for number in ids]
     except (RuntimeError, KeyError):
-        msg = f"a device of {platform}:{_render.ranges_text(ids)} does not exist here,"
-        raise MeshError(f"{msg} only {create_mesh()._devices_text()}.") from None
+        msg = (
+            f"a device of {platform}:{_render.ranges_text(ids)} does not exist here, "
+            f"only {create_mesh()._devices_text()}."
+        )
+        raise MeshError(msg) from None
 
 
 # Slices and processes.
@@ -421,10 +434,13 @@ def _device_grid(
         crossing[axis] = math.gcd(sizes[axis], num_left)
         num_left //= crossing[axis]
     if slow_axes is not None and num_left > 1:
-        msg = f"the axes in dcn=, ({sizes_text({x: sizes[x] for x in slow})}), cannot"
-        msg += f" be divided among the {count} {_UNITS[attribute]} of the devices:"
-        msg += f" their sizes must together make {count}, or a multiple of it. Or leave"
-        raise MeshError(f"{msg} out dcn=, if the network between them is fast.")
+        msg = (
+            f"the axes in dcn=, ({sizes_text({x: sizes[x] for x in slow})}), cannot be "
+            f"divided among the {count} {_UNITS[attribute]} of the devices: their "
+            f"sizes must together make {count}, or a multiple of it. Or leave out "
+            "dcn=, if the network between them is fast."
+        )
+        raise MeshError(msg)
     fast_sizes = [size // crossing[axis] for axis, size in sizes.items()]
     by_process, slow_sizes = attribute == "process_index", [*crossing.values()]
     try:

@@ -114,7 +114,7 @@ WRONG = {
     "mode='min'.": lambda: ml.callbacks.EarlyStopping("accuracy"),
     "fit: callbacks must be a list of instances of ml.callbacks.Callback, got the class "
     "StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
-    "Own.on_train_begin is never called. The methods of a Callback are on_fit_start, "
+    "fit never calls Own.on_train_begin. The methods of a callback are on_fit_start, "
     "on_epoch_start, on_step_end, on_validation_start, on_epoch_end, on_fit_end.": (
         lambda: run_with(on_train_begin=lambda self: None)
     ),

@@ -130,16 +130,12 @@ def compute_average_loss(
         # Else a part of the batch, of a function that has looked at the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
             msg = (
-                f"{where}: the losses have {len(losses)} rows and this replica's batch"
+                f"{where}: the losses have {len(losses)} rows and this replica's batch "
+                f"{len(mask)}, some of which may be padding. Give one loss per row; or "
+                "for a part of the batch, both global_batch_size and sample_weight, "
+                "with 0 where get_replica_context().example_mask is 0."
             )
-            msg += (
-                f" {len(mask)}, some of which may be padding. Give one loss per row; "
-            )
-            msg += (
-                "or for a part of the batch, both global_batch_size and sample_weight"
-            )
-            hint = "with 0 where get_replica_context().example_mask is 0."
-            raise LossError(f"{msg}, {hint}")
+            raise LossError(msg)
     if size is None:
         size = len(losses) * _num_replicas()
     size = _real("global_batch_size", size, where=where).astype("float32")
@@ -175,9 +171,9 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
     weights = _real("weights", weights, where="losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
+        fix = f"give one weight per example, ({losses.shape[0]},), or one per loss."
         msg = f"weights of shape {weights.shape} do not fit losses of shape"
-        hint = f"give one weight per example, ({losses.shape[0]},), or one per loss."
-        raise LossError(f"{msg} {losses.shape}; {hint}")
+        raise LossError(f"{msg} {losses.shape}; {fix}")
     return weights
 
 
@@ -192,9 +188,12 @@ def _num_replicas() -> int:
         return context.num_replicas_in_sync
     sizes = _jax.manual_axis_sizes()  # of a plain jax.shard_map
     if sum(size > 1 for size in sizes.values()) > 1:
-        msg = f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is"
-        hint = "Give global_batch_size=, or divide by the number of replicas yourself."
-        raise LossError(f"{msg} not known which of them are replicas. {hint}")
+        msg = (
+            f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is "
+            "not known which of them are replicas. Give global_batch_size=, or divide "
+            "by the number of replicas yourself."
+        )
+        raise LossError(msg)
     return math.prod(sizes.values())
 
 

@@ -102,8 +102,11 @@ class Metric:
     def merge(self, other: Self) -> Self:
         """Returns the metric of all that both counted; refuses another class's."""
         if jax.tree.structure(self) != jax.tree.structure(other):
-            msg = f"{self!r} does not merge with {other!r}: both must have the same"
-            raise MetricError(f"{msg} class and settings.")
+            msg = (
+                f"{self!r} does not merge with {other!r}: both must have the same "
+                "class and settings."
+            )
+            raise MetricError(msg)
         sums = self._merged(jnp.asarray(self.sums), jnp.asarray(other.sums))
         return dataclasses.replace(self, sums=sums)
 
@@ -132,10 +135,12 @@ class Metric:
         if not elements.ndim:  # one number of the whole batch, which may be padding
             return jnp.any(factors != 0).astype(jnp.float32)
         if factors.shape != elements.shape[: factors.ndim]:
-            msg = f"{type(self).__name__}: {array_text(name, factors)} does not fit"
-            msg += f" {array_text('elements', elements)}. Give weights of the shape of"
-            hint = f"the elements or of their first dims, such as {elements.shape[:1]}."
-            raise MetricError(f"{msg} {hint}")
+            msg = (
+                f"{type(self).__name__}: {array_text(name, factors)} does not fit "
+                f"{array_text('elements', elements)}. Give weights of the shape of the "
+                f"elements or of their first dims, such as {elements.shape[:1]}."
+            )
+            raise MetricError(msg)
         return jnp.broadcast_to(_spread(factors, elements.ndim), elements.shape)
 
 
@@ -226,9 +231,12 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
     if named.get(name) is not None:
         return named[name]
     names = [key for key, value in named.items() if value is not None]
-    msg = f"{where}: there is no {name!r} among the outputs and the entries of the"
-    known = f"batch ({', '.join(map(repr, names)) or 'none'})."
-    raise MetricError(f"{msg} {known}{did_you_mean(name, names)}{way_out}")
+    msg = (
+        f"{where}: there is no {name!r} among the outputs and the entries of the batch "
+        f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
+        f"{way_out}"
+    )
+    raise MetricError(msg)
 
 
 def _spread(x: jax.Array, ndim: int) -> jax.Array:

@@ -250,7 +250,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
+            leaves = jax.tree.leaves((args, kwargs))
+            is_gone = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
             if is_gone and ("deleted" not in str(error) or error.__context__):
@@ -411,7 +412,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
             msg, other = "", owners.setdefault(id(leaf), name)
-            if _is_deleted(leaf):
+            if getattr(leaf, "is_deleted", bool)():
                 msg = (
                     f"{self.__name__}: {name!r} was used up by an earlier call of a "
                     "step. Continue with the state that the step returned."
@@ -461,10 +462,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
-
-
-def _is_deleted(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:

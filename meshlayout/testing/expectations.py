@@ -16,9 +16,6 @@ from meshlayout.step import compile_step
 from meshlayout.step.inspection import StepInspection
 
 
-_OPTIONS = "only", "max_wire_bytes"
-
-
 class VerificationError(MeshLayoutError, AssertionError):
     """A step, a layout or a program differs from what a test expects."""
 
@@ -122,9 +119,11 @@ def expect_communication(
     """
     for kind, count in counts.items():
         if kind not in KINDS:
-            near = did_you_mean(kind, (*KINDS, *_OPTIONS))
-            msg = f"{kind!r} is not a kind of collective; the kinds are"
-            raise VerificationError(f"{msg} {', '.join(KINDS)}.{near}")
+            near = did_you_mean(kind, (*KINDS, "only", "max_wire_bytes"))
+            msg = (
+                f"{kind!r} is not a kind of collective; these are: {', '.join(KINDS)}."
+            )
+            raise VerificationError(msg + near)
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)
@@ -134,8 +133,10 @@ def expect_communication(
         if sent[kind] != count
     ]
     if max_wire_bytes is not None and sent.wire_bytes > max_wire_bytes:
-        fact = f"{sent.wire_bytes} bytes of collectives sent by each device where at"
-        wrong.append(f"{fact} most {max_wire_bytes} were expected")
+        wrong.append(
+            f"{sent.wire_bytes} bytes of collectives sent by each device where at most "
+            f"{max_wire_bytes} were expected"
+        )
     if wrong:
         name = getattr(program, "__name__", "the program")
         raise VerificationError(f"{name} has {', and '.join(wrong)}.\n{sent}")

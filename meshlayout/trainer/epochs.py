@@ -1,8 +1,7 @@
 """The data of a loop: epochs, and the batches of each call of a step, on the mesh.
 
-A short batch is padded to the size of the first, and weights of 0 mark the padding. If
-nothing can leave padding out, it keeps its size: a second program is compiled and, if
-the rows do not divide, every device computes the whole batch.
+A short batch that cannot be padded, as `Trainer` says, takes a second program; if its
+rows do not divide, every device computes the whole batch.
 
 Examples go through `distribute_dataset`'s pipeline. Batches do not, as it would cut
 them anew; they are not read ahead, so the data's position is that of the state.
@@ -34,7 +33,6 @@ from meshlayout.data.agreement import Agreement
 from meshlayout.data.examples import looks_batched
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
-from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.step.state_step import check_batch
 
@@ -47,8 +45,6 @@ _log = logging.getLogger("meshlayout")
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """An iterable of batches, a function that returns one, or an iterator."""
-
-_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,9 @@ class PlacedBatch:
 class TrainerInput:
     """Data cut into epochs, and the epochs into the batches of each call of a step.
 
-    With `steps_per_epoch`, an epoch is that many batches, and the next one continues
-    where it stopped; otherwise it is one pass. An iterator has only one. A dataset's
-    passes are its epochs in `fit`, and otherwise its first one again and again. `where`
-    is the method that reads it; all but `predict` mark padding by weights.
+    An epoch is a pass, or `steps_per_epoch` batches. A dataset's passes are its epochs
+    in `fit`, and otherwise its first one again and again. `where` is the method that
+    reads it; all but `predict` mark padding by weights.
     """
 
     def __init__(
@@ -96,11 +91,13 @@ class TrainerInput:
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps = steps_per_epoch
         self._key = trainer._steps.weights
-        self._layout: Layout | None = None
-        for leaf in jax.tree.leaves(trainer.state):
-            if isinstance(_jax.sharding_of(leaf), NamedSharding):
-                self._layout = _batches.batch_layout(Layout.of(leaf).mesh)
-                break
+        shardings: Any = map(_jax.sharding_of, jax.tree.leaves(trainer.state))
+        shardings = [sharding for sharding in shardings if sharding]
+        meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        if not meshes:  # on one device; else on that to which JAX sends arrays
+            devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
+            meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
+        self._layout = _batches.batch_layout(Mesh(meshes[0]))
         is_rows, is_text = has_rows(data), isinstance(data, (str, bytes))
         is_iterable = isinstance(data, Iterable) or callable(data)
         if is_text or not (is_rows or is_iterable or _is_indexed(data)):
@@ -127,7 +124,7 @@ class TrainerInput:
         self.is_resumed = False
         # Processes take a step together or not at all, as those datasets see to.
         self._agreement: Agreement | None = None
-        if self._layout and not isinstance(data, (DistributedDataset, DataIterator)):
+        if not isinstance(data, (DistributedDataset, DataIterator)):
             self._agreement = Agreement(self._layout.mesh)
 
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
@@ -156,13 +153,13 @@ class TrainerInput:
         turns = None if self._agreement is None else self._agreement.new_turns()
         with turns or contextlib.nullcontext():
             while self._steps is None or self._number < self._steps:
-                batch = next(self._pass, _END)
-                if batch is _END and self._steps is not None:
-                    batch = next(self._begin(), _END)
+                batch = next(self._pass, None)
+                if batch is None and self._steps is not None:
+                    batch = next(self._begin(), None)
                 if turns is not None:
-                    rows = 0 if batch is _END else num_examples(batch)
+                    rows = 0 if batch is None else num_examples(batch)
                     turns.take(None, f"{rows} rows in batch {self._number + 1}{text}")
-                if batch is _END:
+                if batch is None:
                     break
                 self._number, self._num_given = self._number + 1, self._num_given + 1
                 self._has_batches = True
@@ -215,7 +212,7 @@ class TrainerInput:
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         # A larger one does not raise the size, as a resumed run may not see that one.
-        shards = 1 if self._layout is None else _batches.num_row_shards(self._layout)
+        shards = _batches.num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
         padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
         if not self._marks:
@@ -230,8 +227,6 @@ class TrainerInput:
         return self._on_mesh(_batches.with_weights(padded, self._key, weights))
 
     def _on_mesh(self, batch: Batch) -> Batch:
-        if self._layout is None:
-            return jax.tree.map(jnp.asarray, batch)
         layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
@@ -250,9 +245,6 @@ class TrainerInput:
     ) -> DistributedDataset:
         """Returns batches with weights, or `PlacedBatch`es that know their padding."""
         layout, key = self._layout, self._key
-        if layout is None:  # on the device to which JAX sends arrays by default
-            devices = np.array([*jnp.zeros(()).devices()])
-            layout = _batches.batch_layout(Mesh(jax.sharding.Mesh(devices, ("batch",))))
         shared: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
         first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
         example, last = rows.read_rows(first, 0), len(rows) % size
@@ -275,11 +267,18 @@ class TrainerInput:
 
     def _tell_of_weights(self, batch: Batch) -> None:
         """Says once that an entry which looks like weights is not taken for them."""
-        for name in _batches.unused_weights(batch, self._key):
-            told = (
-                "the data's entry %r does not weight the examples. If it is for that,"
-            )
-            self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
+        has_weights = get_weights(batch, self._key) is not None
+        # What other libraries call them, and where Keras has them in a tuple.
+        for name in ("weights", "sample_weight", "sample_weights", 2) * (
+            not has_weights
+        ):
+            entry = get_weights(batch, name)
+            if (
+                np.ndim(entry) == 1
+                and getattr(entry, "dtype", np.dtype(int)).kind == "f"
+            ):
+                told = "the data's entry %r does not weight the examples. If it is to,"
+                self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""

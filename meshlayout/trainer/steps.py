@@ -11,7 +11,7 @@ from flax import nnx
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
@@ -33,9 +33,7 @@ class TrainerSteps:
     ) -> None:
         known = [*signature(make_train_step).parameters][1:]
         for name in {*options} - {*known}:
-            near = did_you_mean(name, [*known, "loss_fn", "predict_fn", "pad"])
-            msg = f"Trainer has no option {name!r}.{near} The options of its steps"
-            raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
+            _checks.choice("an option of Trainer", name, [*known, "predict_fn", "pad"])
         for_steps = options.keys() - {"weights", "steps_per_call"}
         if loss_fn is None and (for_steps or metrics is not None):
             msg = "Trainer got no loss function to make steps from, but metrics or"

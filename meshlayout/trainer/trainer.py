@@ -1,8 +1,7 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-The host only dispatches work: nothing here waits for the device except the end of an
-epoch and of an evaluation. `TrainerInput` reads the data, and `TrainerSteps` makes the
-steps from a loss function; a subclass may override them.
+Nothing here waits for the device except the end of an epoch and of an evaluation.
+`TrainerInput` reads the data, `TrainerSteps` makes the steps from a loss function.
 """
 
 import contextlib
@@ -68,8 +67,7 @@ class Trainer(_checks.WithReflexes):
     loss that is a mean, a tuple without weights), a short batch keeps its size.
 
     Args:
-        state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
-            up; `trainer.state` is always the newest state.
+        state: A `TrainState`, or for a subclass any tree of arrays. It is used up.
         loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
         layouts: The layout map that `constrain` follows in the model.
@@ -294,14 +292,12 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        trained = self._steps._structure
-        is_new, data = trained is None, _as_trained(data, trained, key)
-        hint = ". predict_fn=lambda model, x: model(x) calls the model alone" * is_new
+        data = _as_trained(data, self._steps._structure, key)
         source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
-            with noted_batch(source.where, placed.batch, hint):
+            with noted_batch(source.where, placed.batch):
                 pending.append((placed, step(self.state, placed.batch)))
             if len(pending) > 1:  # read while the device computes the next batch
                 parts.append(real_rows(*pending.popleft(), key))

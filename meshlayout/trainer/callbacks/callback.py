@@ -4,6 +4,8 @@ Callbacks run while the device computes, and reading a metric waits for it. So t
 that show or watch values put them into `AsyncMetrics`, and read them once computed.
 """
 
+import inspect
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -75,11 +77,18 @@ class Callback:
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
     """Returns callbacks of whose methods each will be called, and can be."""
+    moments = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in (chosen := [*callbacks]):
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
-        _checks.methods(callback, Callback, "on_")
+        for name in filter(re.compile("on_").match, dir(callback)):
+            where = f"{type(callback).__name__}.{name}"
+            if name not in moments:
+                msg = f"fit never calls {where}. The methods of a callback are"
+                raise MeshLayoutError(f"{msg} {', '.join(moments)}.")
+            names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+            _checks.function(where, getattr(callback, name), *names)
     return chosen
 
 
