@@ -314,7 +314,7 @@ PJRT = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.1"}
         ("8 virtual devices came too late", {"JAX_NUM_CPU_DEVICES": "8"}),
         ("2 virtual", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
         ("set NPROC=16 before JAX starts", {"devices": ["cpu"] * 8}),
-        ("add 10.0.0.1 to no_proxy", PROXY),
+        ("add 10.0.0.1 to no_proxy", PROXY | {"no_proxy": "10.0.0.10"}),
         ("'meshlayout[ray] @ ", {"needs": "ray", "versions": {"cloudpickle": "3"}}),
         ("libtpu is not installed", {"needs": "tpu"}),
     ],
@@ -361,7 +361,7 @@ def test_the_checkup_of_this_machine_is_a_table_and_json():
         ml.doctor(needs=["dta"])
     result = ml.doctor()
     assert 'ml.create_mesh({"batch": 8})' in str(result)
-    assert json.loads(json.dumps(vars(result)))["mesh"] == result.mesh
+    assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
 
 
 # The command line.

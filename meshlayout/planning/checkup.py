@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -37,6 +38,10 @@ class Checkup:
     mesh: str  # the call that makes a mesh of all devices
     wrong: Sequence[str]  # what makes programs fail, hang or run elsewhere
     advice: Sequence[str]  # what could be better
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns values that JSON can hold."""
+        return dict(vars(self))
 
     def __repr__(self) -> str:
         kinds = [f"{count} x {kind}" for kind, count in Counter(self.devices).items()]
@@ -93,8 +98,8 @@ def _packages(needs: Sequence[str]) -> tuple[dict[str, str], dict[str, object]]:
     parts = [x for x in _requirements("meshlayout", _PART) if x[1] in _EXTRAS]
     parts += [("libtpu", "tpu"), ("jax-cuda12-plugin", "cuda")]
     parts += [("meshlayout", extra) for extra in needs]  # which knows the others
-    names = ["jax", "jaxlib", "flax", "optax", *_PLUGINS, *dict(parts)]
-    versions = {"Python": platform.python_version()}
+    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", *_PLUGINS, *dict(parts)]
+    versions = {"Python": platform.python_version(), "jax": jax.__version__}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -149,14 +154,16 @@ def _settings(count: int) -> tuple[dict[str, object], dict[str, object]]:
     given = {name.lower(): value for name, value in os.environ.items() if value}
     host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
     proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
-    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}"
+    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
     nproc, config = given.get("nproc", ""), vars(jax)["config"]
     is_slow = count == 1 and nproc.isdecimal() and int(nproc) > (os.cpu_count() or 1)
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     data = Path(given.get("tfds_data_dir") or Path.home() / "tensorflow_datasets")
     wrong = {
         f"{proxy} is a proxy before the coordinator: add {host} to no_proxy, or call "
-        "ml.initialize(), which does.": proxy and host and host not in direct,
+        "ml.initialize(), which does.": proxy
+        and host
+        and host not in direct.split(","),
     }
     advice = {
         f"NPROC={nproc} makes small products slow: unset it.": is_slow,
