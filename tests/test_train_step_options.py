@@ -234,6 +234,23 @@ def test_the_model_returns_the_output_dtype(mesh, batch, precision, output):
     assert metrics["loss"].dtype == "float32"
 
 
+def test_a_module_applied_inside_of_a_model_returns_the_compute_dtype(mesh, batch):
+    seen = []
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            inner = nn.Dense(4, parent=None)
+            params = self.param("inner", lambda key: inner.init(key, x))
+            y = inner.apply(params, x)
+            seen.append(y.dtype)
+            return y
+
+    state = create_linen(mesh, Model())
+    ml.make_train_step(squares, precision="bfloat16")(state, batch)
+    assert seen[-1] == "bfloat16"
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_float16_finds_a_scale_without_overflow_and_then_trains(mesh, accumulate):
     y = 2000 * Y  # gradients of some hundreds, times a scale of 32768

@@ -132,7 +132,7 @@ class _Jitted:
         is_cpu = all(device.platform == "cpu" for device in self.devices)
         self.is_bounded = self.is_spread and is_cpu
         processes = {device.process_index for device in self.devices}
-        self.has_peers = len(processes) > 1
+        self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
     def goes_on(self, state: Any, *others: PyTree) -> bool:
