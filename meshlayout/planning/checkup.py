@@ -159,13 +159,13 @@ def _settings(count: int) -> tuple[dict[str, object], dict[str, object]]:
     is_slow = count == 1 and nproc.isdecimal() and int(nproc) > (os.cpu_count() or 1)
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     data = Path(given.get("tfds_data_dir") or Path.home() / "tensorflow_datasets")
-    wrong = {
+    wrong: dict[str, object] = {
         f"{proxy} is a proxy before the coordinator: add {host} to no_proxy, or call "
         "ml.initialize(), which does.": proxy
         and host
         and host not in direct.split(","),
     }
-    advice = {
+    advice: dict[str, object] = {
         f"NPROC={nproc} makes small products slow: unset it.": is_slow,
         "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR.": not cache,
         "TensorFlow Datasets has no directory: set TFDS_DATA_DIR.": not data.is_dir(),
