@@ -1,6 +1,7 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 T = TypeVar("T")
+
+# Which axes are asked for, and by which function, where somebody wants to know.
+asked_axes: ContextVar[dict[str, str]] = ContextVar("asked_axes")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def find_axis(
     if not isinstance(name, str):
         msg = f"{where}: axis must be the name of one mesh axis, got "
         raise MeshError(f"{msg}{_checks.shown(name)}.")
+    asked_axes.get({})[name] = where
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
     found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
