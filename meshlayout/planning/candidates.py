@@ -1,5 +1,6 @@
 """The meshes and layouts that `plan` compares, made by the code to paste."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -31,13 +32,14 @@ _LARGEST_MODEL_AXIS = 16  # what it sends grows with it
 class Traits:
     """What a traced model shows of how it can be laid out."""
 
-    axes: dict[str, str] = field(default_factory=dict)  # asked for, and what asks
+    # Axes that it asks for, which function does, and in how many microbatches.
+    axes: dict[str, tuple[str, int]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of activations that it constrains
     stacks: str = ""  # a pattern of the parameters that loops read layer by layer
 
 
-def meshes(target: Slice, axis: str = "") -> list[Mesh]:
-    """Returns the meshes of one to three axes that divide a slice along its grid.
+def meshes(target: Slice, axis: str = "") -> Iterator[Mesh]:
+    """Yields the meshes of one to three axes that divide a slice along its grid.
 
     With an axis that a model asks for, those that have it beside one for the batch.
     """
@@ -58,15 +60,11 @@ def meshes(target: Slice, axis: str = "") -> list[Mesh]:
         if count % (n * m) == 0 and n * m < count
     ]
     if axis:
-        sizes = [*models, count] if count > 1 else []
-        shapes = [{"batch": count // n, axis: n} for n in sizes]
-    known: list[Mesh] = []
+        shapes = [{"batch": count // n, axis: n} for n in {*models, count} - {1}]
     for shape in shapes:
-        try:
-            known.append(create_mesh(shape, devices=target.devices))
-        except MeshError:  # JAX finds no order of the devices for it
-            continue
-    return known
+        # JAX may find no order of the devices for it.
+        with contextlib.suppress(MeshError):
+            yield create_mesh(shape, devices=target.devices)
 
 
 def proposals(
@@ -77,76 +75,69 @@ def proposals(
     `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
     """
     space = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
+    call = f"{next(iter(values))}, batch, call=loss_fn"
     # What the model asks for is known when the first candidate has been traced.
     for axis in itertools.chain([""], traits.axes):
         for mesh in meshes(target, axis):
+            batch, ways = _ways(mesh, axis, call, traits)
             known = {**values, "ml": space, "mesh": mesh}
-            for name, batch, layouts, activations in _ways(mesh, axis, values, traits):
-                code = f"layouts = {layouts}", f"activations = {activations}"
-                maps = LayoutMap(mesh), LayoutMap(mesh)
-                row = Row(name, target.name, mesh, *maps, batch, code)
+            for name, *code in ways:
+                names = "layouts", "activations"
+                lines = tuple(map("{} = {}".format, names, code))
+                row = Row(name, target.name, mesh, *[LayoutMap(mesh)] * 2, batch, lines)
+                row = replace(row, microbatches=traits.axes.get(axis, ("", 1))[1])
                 try:
                     with _checks.noted(f"while plan traces the candidate {name!r}"):
-                        maps = eval(f"{layouts}, {activations}", known)
-                        row = replace(row, layouts=maps[0], activations=maps[1])
+                        maps = {
+                            x: eval(y, known) for x, y in zip(names, code, strict=True)
+                        }
+                        row = replace(row, **maps)
                 except LayoutMapError as error:  # nothing can be sharded
                     row = replace(row, error=str(error).splitlines()[0])
                 yield row
 
 
 def _ways(
-    mesh: Mesh, axis: str, values: Mapping[str, object], traits: Traits
-) -> Iterator[tuple[str, tuple[tuple[str, ...], ...], str, str]]:
-    """Yields names, axes that shard batches, and code for both maps."""
-    call = f"{next(iter(values))}, batch, call=loss_fn"
-    fsdp, tensor = (
-        f"ml.parallel.{x}(mesh, {call})" for x in ("fsdp", "tensor_parallel")
-    )
-    data, rows = "ml.parallel.data_parallel(mesh)", batch_axes(mesh)
-    batch, kind = (rows,), traits.axes.get(axis, "")
-    rules: dict[str, object] = {"carry": (rows, ...)}
-    ways = {"fsdp": fsdp, "data": data}
-    if kind == "dispatch":
-        experts = f"ml.parallel.expert_parallel(mesh, {axis!r}, {call})"
-        both = f"ml.parallel.compose({experts}, {fsdp})"
-        ways, batch = (
-            {"fsdp + experts": both, "data + experts": experts},
-            ((*rows, axis),),
-        )
-        rules["carry"] = (*batch, ...)
-    elif kind == "pipeline":
-        stages = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
-        both = f"ml.parallel.compose({stages}, {fsdp})"
-        ways = {"fsdp + stages": both, "data + stages": stages}
-    elif axis:
-        whole = f"{fsdp[:-1]}, axes={(*rows, axis)})"
-        ways, batch = {"fsdp + context": whole, "data + context": data}, (rows, (axis,))
-        rules = {"carry|^residual$": (*batch, ...)}
+    mesh: Mesh, axis: str, call: str, traits: Traits
+) -> tuple[tuple[tuple[str, ...], ...], list[tuple[str, str, str]]]:
+    """Returns the axes that shard batches; then names, and the code of both maps."""
+    rows, both = batch_axes(mesh), "ml.parallel.compose({}, {})".format
+    fsdp = f"ml.parallel.fsdp(mesh, {call})"
+    tensor = f"ml.parallel.tensor_parallel(mesh, {call})"
+    batch, carry, other = (rows,), "carry", "ml.parallel.data_parallel(mesh)"
+    (asked, passes), names = traits.axes.get(axis, ("", 1)), ("fsdp", "data")
+    if asked == "dispatch":
+        other = f"ml.parallel.expert_parallel(mesh, {axis!r}, {call})"
+        batch, fsdp = ((*rows, axis),), both(other, fsdp)
+        names = "fsdp + experts", "data + experts"
+    elif asked == "pipeline":  # stages would wait for a single microbatch
+        other = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
+        fsdp = both(other, fsdp)
+        names = ("fsdp + stages", "data + stages") if passes > 1 else ()
+    elif asked:
+        batch, fsdp = (rows, (axis,)), f"{fsdp[:-1]}, axes={(*rows, axis)})"
+        names, carry = ("fsdp + context", "data + context"), "carry|^residual$"
     elif "model" in mesh:
-        ways = {} if "fsdp" in mesh else {"tensor": tensor}
-        ways["tensor + fsdp"] = f"ml.parallel.compose({tensor}, {fsdp})"
+        fsdp, other = both(tensor, fsdp), tensor
+        names = ("tensor + fsdp", "tensor")[: 1 if "fsdp" in mesh else 2]
     elif "fsdp" in mesh:
-        ways = {"hybrid fsdp": fsdp}
-    text = f"ml.LayoutMap(mesh, {rules})".replace("Ellipsis", "...")
-    for name, layouts in ways.items():
-        yield name, batch, layouts, text
+        names = ("hybrid fsdp",)
+    text = f"ml.LayoutMap(mesh, {{{carry!r}: {(*batch, ...)}}})"
+    ways = [(name, x, text) for name, x in zip(names, (fsdp, other), strict=False)]
     if "model" in mesh and "residual" in traits.names:
-        sequence = f"{tensor[:-1]}, sequence=True)"
-        text = f"{sequence} | {{'carry': ({rows}, 'model', ...)}}"
-        for name, layouts in ways.items():
-            yield name.replace("tensor", "tensor, sequence"), batch, layouts, text
+        text = f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
+        named = [(x.replace("tensor", "tensor, sequence"), y) for x, y, _ in ways]
+        ways += [(*each, text) for each in named]
+    return batch, [(x, y, z.replace("Ellipsis", "...")) for x, y, z in ways]
 
 
 def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
     for name, value in candidates.items():
-        maps: list[LayoutMap] = []
         problem: MeshLayoutError | None = None
-        code = f"layouts = {name}  # your map"
-        if isinstance(value, LayoutMap):
-            maps = [value] * ({*value.mesh.devices.flat} <= {*target.devices})
-        else:
-            code = f"layouts = {getattr(value, '__name__', name)}(mesh)"
+        maps, code = [value], f"layouts = {name}  # your map"
+        if not isinstance(value, LayoutMap):
+            maps, code = [], f"layouts = {getattr(value, '__name__', name)}(mesh)"
             for mesh in meshes(target):
                 try:
                     maps.append(value(mesh))
@@ -157,9 +148,12 @@ def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
             raise problem
         for layouts in maps:
             mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
-            carry = LayoutMap(mesh, {"carry": (rows, ...)})
             text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"
-            yield Row(name, target.name, mesh, layouts, carry, (rows,), (code, text))
+            carry = LayoutMap(mesh, {"carry": (rows, ...)})
+            if {*mesh.devices.flat} <= {*target.devices}:
+                yield Row(
+                    name, target.name, mesh, layouts, carry, (rows,), (code, text)
+                )
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

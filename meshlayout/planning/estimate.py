@@ -28,14 +28,8 @@ from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
 from meshlayout.layout import axes_of
-from meshlayout.parallel.factors import (
-    Flow,
-    Value,
-    fresh_dims,
-    leaves_of,
-    link,
-    link_all,
-)
+from meshlayout.parallel import factors as parts
+from meshlayout.parallel.factors import Value, fresh_dims
 from meshlayout.parallel.program import _CALLS, _walk
 from meshlayout.planning.chips import Chip
 from meshlayout.planning.rows import Estimate, Row
@@ -50,8 +44,8 @@ _HEAVY |= {"select_and_scatter_add", "dynamic_update_slice", *_PRODUCTS}
 _LOOPS = {"scan", "while"}
 _MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"}
 
-# Seen in programs for TPUs: what they take beyond the FLOPs and bytes of the jaxpr, how
-# much of gathers of parameters is waited for, and what is lost between arrays in memory.
+# Seen in programs for TPUs: what they take beyond FLOPs and bytes of jaxprs, how much
+# of gathers of parameters is waited for, and what is lost between arrays in memory.
 _BEYOND, _WAITED, _GAPS = 1.5, 0.65, 1.08
 _START_S = 0.5e-6  # that an operation takes at the least, as TPU compilers estimate
 _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
@@ -67,7 +61,6 @@ class _Operation:
     flops: float  # of all devices, in one run
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
-    carried: Sequence[int] = ()  # by a loop, before and after
     passed: tuple[int, Any] = (0, ())  # what goes around, along shards of factors
 
     @property
@@ -97,20 +90,22 @@ class StepTrace:
         self.nbytes: list[int] = []
         self._indices: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # of the loops that are walked through
-        self._flow, jaxpr = Flow(visit=self._visit), traced.jaxpr.jaxpr
+        # Of what is only moved, what it was; what products read, and all others.
+        self._origins: dict[object, object] = {}
+        self._reads: dict[bool, set[object]] = {True: set(), False: set()}
+        self._flow, jaxpr = parts.Flow(visit=self._visit), traced.jaxpr.jaxpr
         trees = state.params, state, batch
         self.num_params, num_state, num_batch = (len(jax.tree.leaves(x)) for x in trees)
         args: list[Value] = []
         for index, var in enumerate(jaxpr.invars):
-            bits, shape = (index < self.num_params) << index, var.aval.shape
-            is_input = index >= num_state
-            args.append(Value(shape, fresh_dims(shape), bits, of_inputs=is_input))
+            bits, dims = (index < self.num_params) << index, fresh_dims(var.aval.shape)
+            args.append(Value(var.aval.shape, dims, bits, index >= num_state))
         self.arguments = [*map(self._index, args, jaxpr.invars)]
         results = _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
         for before, after in zip(args[:num_state], results, strict=False):
             if before.shape == after.shape:
-                link_all(before.dims, after.dims)
+                parts.link_all(before.dims, after.dims)
         self.factors = [_majors(value.dims) for value in self.values]
         self.inputs = self.factors[num_state : num_state + num_batch]
         self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
@@ -123,8 +118,12 @@ class StepTrace:
                     rest = [x for x in arrays if x != index]
                     op.passed = min(rest, key=self.nbytes.__getitem__), twice
         self.flops = read_cost(traced).flops
-        self.uses, self.narrow = self._uses(), self._narrow()
-        self.lives, self.gradients = self._lives()
+        # The float32 arrays that only matrix products read.
+        narrow = self._reads[True] - self._reads[False]
+        sources = [self._origins.get(x.source, x.source) for x in self.values]
+        sizes = zip(self.values, self.nbytes, sources, strict=True)
+        self.is_narrow = [n == 4 * x.size and y in narrow for x, n, y in sizes]
+        self.uses, (self.lives, self.gradients) = self._uses(), self._lives()
 
     def _index(self, value: Value, var: Any) -> int:
         if id(value) not in self._indices:
@@ -132,7 +131,7 @@ class StepTrace:
             self.values.append(value)
             dtype = getattr(var.aval, "dtype", None)
             size = 0 if dtype is None else _jax.itemsize(dtype)
-            self.nbytes.append(size * math.prod(value.shape))
+            self.nbytes.append(size * value.size)
         return self._indices[id(value)]
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
@@ -144,21 +143,27 @@ class StepTrace:
         self._starts.setdefault(depth, start)
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
-        flops = 2.0 * _products(eqn) * math.prod([*[x.shape for x in results], ()][0])
+        flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
         op = _Operation(name, inputs, outputs, self._flow.runs, start, flops)
         self.operations.append(op)
+        read = args
         if is_loop:
             first, count = _jax.scan_counts(eqn) if name == "scan" else (0, len(inputs))
-            op.carried = inputs[first : first + count] + outputs[:count]
+            read = [*args[first : first + count], *results[:count]]
             stacks = [*args[first + count :], *results[count:]]
             for each in stacks[1:]:  # their layers lie in one way
-                link(stacks[0].dims[0], each.dims[0])
+                parts.link(stacks[0].dims[0], each.dims[0])
             for each in self.operations[start:] if stacks else ():
                 each.stack = (*each.stack, stacks[0].dims[0])
         elif op.is_heavy:
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
+        sources = [self._origins.get(x.source, x.source) for x in read]
+        if name in _MOVES:
+            self._origins[results[0].source] = sources[0]
+        else:
+            self._reads[name in _PRODUCTS].update(sources)
 
     def _uses(self) -> dict[int, _Use]:
         """Returns how heavy operations read parameters, by index."""
@@ -166,13 +171,12 @@ class StepTrace:
         for place, op in enumerate(self.operations):
             for value in op.inputs if op.is_heavy else ():
                 weights = self.values[value].weights
-                index = weights.bit_length() - 1
+                index, result = weights.bit_length() - 1, op.outputs[0]
                 if not weights or weights != 1 << index:
                     continue
                 whole, part = (max(1, self.values[x].size) for x in (index, value))
                 turns = min(op.runs, max(1, whole // part))
                 nbytes = self.nbytes[value] * whole // (part * turns)
-                result = op.outputs[0]
                 use = uses.setdefault(index, _Use(op.start, 0, 1, nbytes, result))
                 use.last, use.turns = place, max(use.turns, turns)
                 use.nbytes = min(use.nbytes, nbytes)
@@ -207,29 +211,10 @@ class StepTrace:
         ]
         return lives, [(place, x) for x, (place, _) in births.items() if x not in last]
 
-    def _narrow(self) -> set[int]:
-        """Returns the float32 arrays that only matrix products read."""
-        origins: dict[object, object] = {}
-        wide, multiplied = set[object](), set[object]()
-
-        def origin(index: int) -> object:
-            source = self.values[index].source
-            return origins.get(source, source)
-
-        for op in self.operations:
-            if op.name in _MOVES:
-                origins[self.values[op.outputs[0]].source] = origin(op.inputs[0])
-                continue
-            group = multiplied if op.name in _PRODUCTS else wide
-            group.update(map(origin, op.carried if op.name in _LOOPS else op.inputs))
-        narrow = multiplied - wide
-        sizes = enumerate(zip(self.values, self.nbytes, strict=True))
-        return {i for i, (x, n) in sizes if n == 4 * x.size and origin(i) in narrow}
-
 
 def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
-    return tuple((*leaves_of(dim), None)[0] for dim in dims)
+    return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
 
 
 def estimate(
@@ -238,13 +223,11 @@ def estimate(
     """Returns what a step costs for a candidate's abstract state."""
     device = _Device(trace, row, chip, hop_s, accumulate)
     device.compute()
-    device.move_parameters(is_remat=remat != "none")
+    device.gather(2 if remat != "none" else 1)
+    seconds, computing = device.seconds, device.seconds["compute"]
     if device.is_tpu:
-        seconds = device.seconds
-        seconds["memory"] = (
-            _BEYOND * seconds["memory"] + (_BEYOND - 1) * seconds["compute"]
-        )
-    return Estimate(device.seconds, device.peak_bytes(), device.sent)
+        seconds["memory"] = _BEYOND * (seconds["memory"] + computing) - computing
+    return Estimate(seconds, device.peak_bytes(), device.sent)
 
 
 class _Device:
@@ -253,38 +236,45 @@ class _Device:
     def __init__(
         self, trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int
     ) -> None:
-        self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
-        self.accumulate, self.is_tpu = accumulate, chip.scratch_bytes > 0
-        self.state, self.rows = row.state, [*itertools.chain(*row.batch)]
+        self.trace, self.chip, self.hop_s, self.accumulate = (
+            trace,
+            chip,
+            hop_s,
+            accumulate,
+        )
+        self.mesh, self.microbatches = row.mesh, row.microbatches
+        self.is_tpu = chip.scratch_bytes > 0
+        self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
         self.seconds = {"compute": 0.0, "memory": 0.0, "network": 0.0}
         self.sent: dict[str, float] = defaultdict(float)
-        self.lives: list[
-            tuple[int, int, float]
-        ] = []  # first, last operation, and bytes
+        self.lives: list[tuple[int, int, float]] = []  # operations, and bytes
         self.held = 0.0  # all the time
-        # Into how many shards gradients are divided, if by a reduce-scatter, and if
-        # they are added up after it.
+        # Gradients: in how many shards, if scattered, and if added up after that.
         self.gradients: dict[Any, tuple[int, bool, bool]] = {}
         # Parameters are gathered along these, but not experts to which tokens are sent.
-        usual = batch_axes(row.mesh)
+        self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
         self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
         self.shards: dict[Any, Sequence[str]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
-        params = jax.tree.leaves(row.state)[: trace.num_params]
-        for factors, leaf in zip(trace.factors, params, strict=False):
+        for factors, leaf in zip(
+            trace.factors, self.leaves[: trace.num_params], strict=False
+        ):
             for factor, entry in zip(factors, leaf.sharding.spec, strict=False):
                 axes = tuple(x for x in axes_of(entry) if x not in self.gathered)
                 if factor is not None and axes:
                     self.shards.setdefault(factor, axes)
         self.sizes: list[float] = []
-        for index, factors in enumerate(trace.factors):
+        for factors, size, is_narrow in zip(
+            trace.factors, trace.nbytes, trace.is_narrow, strict=True
+        ):
             is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
-            count = row.mesh.axis_size(self.axes_in(factors))
             # XLA casts what a TPU multiplies, before it is kept or sent.
-            count *= 2 if self.is_tpu and index in trace.narrow else 1
-            count *= accumulate if is_batch else 1
-            self.sizes.append(trace.nbytes[index] / count)
+            count = 2 if self.is_tpu and is_narrow else 1
+            count *= self.num_shards(self.axes_in(factors)) * (
+                accumulate if is_batch else 1
+            )
+            self.sizes.append(size / count)
 
     def axes_in(self, *groups: Iterable[Any]) -> list[str]:
         """Returns the axes that shard factors."""
@@ -299,15 +289,14 @@ class _Device:
         hops: float = 1,
         waited: float = 1,
     ) -> None:
-        """Counts passes of a ring; an all-reduce has two."""
+        """Counts passes of a ring, of which an all-reduce has two."""
         names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
-        n = self.mesh.axis_size(names)
+        n = self.num_shards(names)
         if n > 1:
-            nbytes = (n - 1) / n * size
-            self.sent[", ".join(names)] += passes * nbytes
-            seconds = nbytes / self.chip.ring_bytes_per_s
+            self.sent[", ".join(names)] += passes * (n - 1) / n * size
+            seconds = (n - 1) / n * size / self.chip.ring_bytes_per_s
             seconds += hops * ring_hops(n) * self.hop_s
-            self.seconds["network"] += waited * passes * seconds
+            self.seconds["network"] += passes * waited * seconds
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
@@ -325,76 +314,66 @@ class _Device:
             if not op.is_heavy:
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
-            stages = self.mesh.axis_size(self.axes_in(op.stack))
-            count = self.mesh.axis_size(self.axes_in(factors, op.summed, op.stack))
-            computing = op.flops / count / self.chip.flops_per_s
-            read = (size + sum(sizes[x] for x in op.inputs)) / stages
-            reading = max(_START_S, read / self.chip.memory_bytes_per_s)
-            self.seconds["compute"] += op.runs * computing
-            beyond = max(0.0, self.accumulate * reading - computing)
-            self.seconds["memory"] += op.runs * beyond
+            count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
+            computing = op.runs * op.flops / count / self.chip.flops_per_s
+            read = (
+                size + sum(sizes[x] for x in op.inputs)
+            ) / self.chip.memory_bytes_per_s
+            stages = self.num_shards(self.axes_in(op.stack))
+            waits = (self.microbatches + stages - 1) / self.microbatches
+            computing *= waits
+            reading = waits * runs * max(_START_S, read / stages)
+            self.seconds["compute"] += computing
+            self.seconds["memory"] += max(0.0, reading - computing)
             # Sums over rows are gradients of parameters, which follow, or few numbers.
             over = {*self.axes_in(op.summed)} - {*self.axes_in(factors), *self.rows}
             self.send(over, size, 2 * runs)
             partial.update(dict.fromkeys(op.outputs if over else (), over))
             index, twice = op.passed
             around = self.axes_in(twice)
-            self.send(around, sizes[index] * self.mesh.axis_size(around), runs)
+            self.send(around, sizes[index] * self.num_shards(around), runs)
 
-    def move_parameters(self, *, is_remat: bool) -> None:
-        """Counts what gathers of parameters send, and sums of gradients."""
-        trace, num_shards = self.trace, self.mesh.axis_size
-        leaves = jax.tree.leaves(self.state)
-        params, sums, transient, moved = leaves[: trace.num_params], 0.0, 0.0, 0.0
-        slots: dict[Any, set[str]] = defaultdict(set)
-        for leaf in jax.tree.leaves(self.state.opt_state):
-            slots[leaf.shape].update(*map(axes_of, leaf.sharding.spec))
-        share = 1 / max(1, len(params))  # compilers combine what is not gathered
-        for index, leaf in enumerate(params):
+    def gather(self, times: int) -> None:
+        """Counts gathers of parameters, so many in a step, and sums of gradients."""
+        trace, leaves, count = self.trace, self.leaves, self.accumulate
+        share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
+        transient = moved = 0.0
+        for index, leaf in enumerate(leaves[: trace.num_params]):
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
             use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
-            count = num_shards([*(own - {*self.gathered})])
-            used, size = use.nbytes / count, trace.nbytes[index] / count
+            others = self.num_shards([*(own - {*self.gathered})])
+            used, size = use.nbytes / others, trace.nbytes[index] / others
             split = [axis for axis in self.gathered if axis in own]
-            later = [axis for axis in self.rows if axis in slots[leaf.shape] - own]
-            whole = [axis for axis in self.rows if axis not in {*own, *later}]
+            whole, n = [x for x in self.rows if x not in own], self.num_shards(split)
             # XLA casts what a TPU multiplies before it gathers it.
             part = min(used, size / use.turns / 2) if self.is_tpu else used
-            again = 2 if is_remat or use.turns > 1 else 1
+            again = 2 if use.turns > 1 else times
             if split:
-                runs = self.accumulate * use.turns
-                self.send(split, part, again * runs, 1, _WAITED)
-                self.send(split, used, runs, 1, _WAITED)
+                runs = count * use.turns
+                self.send(split, part, again * runs, waited=_WAITED)
+                self.send(split, used, runs, waited=_WAITED)
                 # Small matrices are multiplied in parts, as they come, if they are in
                 # as many as the batch: each part reads and writes the results.
-                in_parts = self.is_tpu and not whole and part < self.sizes[use.result]
-                copies = in_parts * runs * (num_shards(split) - 1) / 3
-                moved += copies * self.sizes[use.result]
+                if self.is_tpu and not whole and part < self.sizes[use.result]:
+                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
                 transient = max(transient, again * part)
                 self.lives += [(use.first, use.last, part)] * (again == 1)
-            size, total = size / num_shards(split), used * use.turns
             if use.turns > 1 and part < used:  # a loop's, before it
-                nbytes = part * use.turns / num_shards(split)
-                self.lives.append((use.first, use.last, nbytes))
-            self.send(later, total / num_shards(split), 1, share)
-            self.send(later, size, 1, share)
-            self.send(whole, total / num_shards([*split, *later]), 2, share)
-            shares = num_shards([*split, *later]), bool(split), bool(whole)
+                self.lives.append((use.first, use.last, part * use.turns / n))
+            self.send(whole, used * use.turns / n, 2, share)
+            shares = n, bool(split), bool(whole)
             self.gradients[frozenset(trace.factors[index])] = shares
             if use.turns > 1:
-                layer = frozenset(trace.factors[index][1:])
-                self.gradients.setdefault(layer, shares)
-            sums += size / num_shards(later) if self.accumulate > 1 else 0.0
+                self.gradients.setdefault(frozenset(trace.factors[index][1:]), shares)
+            self.held += size / n if count > 1 else 0.0
         on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
-        self.held += sum(map(shard_bytes, on_device)) + sums + transient
-        self.held += (
-            sum(self.sizes[len(leaves) : len(trace.arguments)]) * self.accumulate
-        )
+        self.held += sum(map(shard_bytes, on_device)) + transient
+        self.held += sum(self.sizes[len(leaves) : len(trace.arguments)]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
         moved += 7 / 3 * sum(map(shard_bytes, leaves))
         self.seconds["memory"] += moved / self.chip.memory_bytes_per_s
-        self.seconds["memory"] += _START_S * len(params)
+        self.seconds["memory"] += _START_S * trace.num_params
 
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
@@ -403,17 +382,15 @@ class _Device:
         for place, index in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
             shares = self.gradients.get(frozenset(trace.factors[index]))
-            if shares is None:
-                continue
-            if op.name in _LOOPS:  # stacked ones are all added up after the loop
+            if shares and op.name in _LOOPS:  # stacked ones are added up after the loop
                 size *= (2 if shares[2] else 1) / shares[0]
                 lives.append((op.start, len(trace.operations), size))
-                continue
-            lives.append((place, place, size))
-            if size > before[1] / 8:
-                if before[2]:  # its reduce-scatter goes on
-                    lives.append((before[0] + 1, place, before[1]))
-                before = place, size, shares[1]
+            elif shares:
+                lives.append((place, place, size))
+                if size > before[1] / 8:
+                    if before[2]:  # its reduce-scatter goes on
+                        lives.append((before[0] + 1, place, before[1]))
+                    before = place, size, shares[1]
         # Compilers keep on the chip what fits there, first what is needed shortly.
         taken = np.zeros((2, len(trace.operations) + 1))
         for first, last, size in sorted(

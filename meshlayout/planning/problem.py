@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 
 from meshlayout import _paths
-from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_axes, num_examples
 from meshlayout.exchange.axes import asked_axes
 from meshlayout.layout_map import LayoutMap
@@ -38,19 +38,25 @@ class Problem:
         options: Mapping[str, Any],
     ) -> None:
         self.build, self.loss_fn, self.module = build, loss_fn, module
-        self.batch, self.optimizer = jax.tree.map(_abstract, batch), optimizer
-        self.options, self.num_rows = options, num_examples(self.batch)
+        # Arrays abstract, and of the dtypes that steps take them in.
+        self.batch, self.optimizer = jax.eval_shape(lambda x: x, batch), optimizer
+        self.options, self.traits = options, Traits()
         leaves, integer = jax.tree.leaves(self.batch), jnp.integer
         texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
-        self.num_tokens = max((math.prod(x.shape) for x in texts), default=0)
-        self.traits = Traits()
+        tokens = max((x.size for x in texts), default=0)
+        self.facts: dict[str, Any] = {
+            "rows": num_examples(self.batch),
+            "tokens": tokens,
+        }
+        # What the code of candidates takes, with what is called first.
+        self.values: dict[str, object] = (
+            {"module": module} if module else {"build": build}
+        )
+        self.values |= {"batch": self.batch, "loss_fn": loss_fn}
+        if module:
+            self.facts["create"] = "build, optimizer, layouts, module=module"
         self.described = functools.cache(self._described)
         self.trace = functools.cache(self._trace)
-
-    def names(self) -> dict[str, object]:
-        """Returns what the code of candidates takes, with what is called first."""
-        model = {"module": self.module} if self.module else {"build": self.build}
-        return {**model, "batch": self.batch, "loss_fn": self.loss_fn}
 
     def options_of(self, row: Row) -> dict[str, Any]:
         """Returns the options of the step for a candidate."""
@@ -107,8 +113,3 @@ class Problem:
             rows = row.mesh.layout(row.batch[0], ...).sharding
             batch: PyTree = jax.tree.map(lambda x: x.update(sharding=rows), batch)
         return step.lower(row.state, batch)
-
-
-def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))

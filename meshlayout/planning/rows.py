@@ -42,6 +42,7 @@ class Row:
     activations: LayoutMap  # for the step: of what loops carry, and between blocks
     batch: tuple[tuple[str, ...], ...]  # the axes that shard each dim of a batch
     code: tuple[str, ...] = ()  # that makes the maps
+    microbatches: int = 1  # of a pipeline
     create: str = "build, optimizer, layouts"  # what `TrainState.create` takes
     step_options: Mapping[str, Any] = field(default_factory=dict)  # besides those given
     state: PyTree = None  # abstract, in its layouts
@@ -78,6 +79,11 @@ class Row:
     def is_bfloat16(self) -> bool:
         """Whether the optimizer's state is in bfloat16 for it."""
         return _BFLOAT16 in self.code
+
+    @property
+    def num_row_shards(self) -> int:
+        """Into how many shards the rows of a batch are divided."""
+        return self.mesh.axis_size(self.batch[0])
 
     @property
     def fits(self) -> bool:
@@ -122,14 +128,16 @@ class Row:
         return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
 
     def __repr__(self) -> str:
-        cells = [x for x in (*self._cells()[3:6], self.source) if x]
+        cells = [x for x in (*self.cells()[3:6], self.source) if x]
         return f"{self} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
 
-    def _cells(self) -> list[str]:
-        room = self.memory_bytes - self.peak_bytes
-        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
+    def cells(self) -> list[str]:
+        """Returns the texts of a line in a table; see `Ranking`."""
+        room, side = self.memory_bytes - self.peak_bytes, "left"
+        fits = "fits" if self.fits else self.error[:72]
+        if room < 0:
+            fits, side = "too large", "over"
         if math.isfinite(room) and (self.fits or room < 0):
-            side = "left" if room >= 0 else "over"
             fits += f", {_render.bytes_text(abs(room))} {side}"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
@@ -183,16 +191,15 @@ class Ranking:
         return {"rows": rows, "changes": changes, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
-        return _render.text_table(*self._table(), self._notes())
+        return _render.text_table(*self._table())
 
     def _repr_html_(self) -> str:
-        return _render.html_table(*self._table(), notes=self._notes())
+        headers, cells, align, notes = self._table()
+        return _render.html_table(headers, cells, align, notes=notes)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str]:
-        headers = ["topology", "mesh", "layouts", "memory", "step", "bound"]
-        headers += ["examples per s", "MFU", "sent", ""]
-        return headers, [row._cells() for row in self.rows], "llllrlrrll"
-
-    def _notes(self) -> list[str]:
-        changes = [f"would fit: {row}" for row in self.changes]
-        return [*["Nothing fits."] * (not self.fits), *self.notes, *changes]
+    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
+        headers = "topology,mesh,layouts,memory,step,bound,examples per s,MFU,sent,"
+        notes = ["Nothing fits."] * (not self.fits) + [*self.notes]
+        notes += [f"would fit: {row}" for row in self.changes]
+        cells = [row.cells() for row in self.rows]
+        return headers.split(","), cells, "llllrlrrll", notes

@@ -97,8 +97,8 @@ def plan(
     if budget_s is not None:
         budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
         deadline = time.monotonic() + budget_s
-    if workers is not None:
-        workers = _checks.count("workers", workers, **where)
+    count = workers or _num_workers()
+    count = _checks.count("workers", count if workers is None else workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
     is_single = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
@@ -106,8 +106,8 @@ def plan(
     slices = {x.name: x for x in map(Slice.of, targets)}
     folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
     problem = Problem(build, loss_fn, batch, optimizer, module, step_options)
-    settings = deadline, workers or _num_workers(), folder, hop_s, progress
-    return _Search(problem, slices, *settings).run(candidates)
+    search = _Search(problem, slices, deadline, count, folder, hop_s, progress)
+    return search.run(candidates)
 
 
 @dataclass
@@ -139,55 +139,50 @@ class _Search:
             self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
             self._compile(rows, self._chosen(rows))
             if not any(row.fits for row in rows):
-                self._mend(rows, changes)
+                changes += self._changes(rows)
         except KeyboardInterrupt:
             self.notes.append("Interrupted: what is ranked so far.")
         return Ranking(tuple(sorted(rows, key=_order)), tuple(changes), (*self.notes,))
 
     def _say(self, line: str) -> None:
         if self.progress:
-            sys.stderr.write(f"plan: {line}\n")
-            sys.stderr.flush()
+            print(f"plan: {line}", file=sys.stderr, flush=True)
 
     def _proposals(
         self, target: Slice, candidates: ways.Candidates | None = None
     ) -> Iterator[Row]:
-        problem = self.problem
-        rows = ways.proposals(target, problem.names(), problem.traits)
-        facts: dict[str, Any] = {"rows": problem.num_rows, "tokens": problem.num_tokens}
-        facts |= {"memory_bytes": target.chip.memory_bytes}
-        if problem.module:
-            facts["create"] = "build, optimizer, layouts, module=module"
-        for row in rows if candidates is None else ways.given(candidates, target):
+        values, traits = self.problem.values, self.problem.traits
+        if candidates is not None:
+            rows = ways.given(candidates, target)
+        else:
+            rows = ways.proposals(target, values, traits)
+        for row in rows:
+            facts = {**self.problem.facts, "memory_bytes": target.chip.memory_bytes}
             yield replace(row, **facts)
 
-    def _smaller(self, row: Row, *, is_other: bool = False) -> Iterator[Row]:
+    def _smaller(self, row: Row, *, is_last: bool = False) -> Iterator[Row]:
         """Yields a candidate with one change after another that takes less memory.
 
-        The changes are in the order of what they cost; with `is_other`, those of its
-        layouts, its numbers and its slice are among them.
+        At last also with those of its layouts, of its numbers and of the slice.
         """
-        given = {**self.problem.options, **row.step_options}
+        given, target = {**self.problem.options, **row.step_options}, row.topology
         if "remat" not in given and self.problem.trace("blocks") is not None:
             yield (row := row.with_options(remat="blocks"))
-        remat, target = dict(row.step_options), self.slices[row.topology]
-        rows = self.problem.num_rows // row.mesh.axis_size(row.batch[0])
-        counts = (2, 4, 8, 16, 32) if is_other else (2, 4, 8)
-        for count in counts if "accumulate" not in self.problem.options else ():
-            if count > given.get("accumulate", 1) and rows % count == 0:
+        options, rows = dict(row.step_options), row.rows // row.num_row_shards
+        for count in (2, 4, 8, 16, 32)[: 5 if is_last else 3]:
+            is_free = "accumulate" not in self.problem.options
+            if is_free and count > given.get("accumulate", 1) and rows % count == 0:
                 yield (row := row.with_options(accumulate=count))
-        if is_other:
-            every = self._proposals(target) if row.name != "fsdp" else ()
+        if is_last:
+            every = self._proposals(self.slices[target]) if row.name != "fsdp" else ()
             for other in [x for x in every if x.name == "fsdp"][:1]:
                 yield (row := other.with_options(**row.step_options))
             yield (row := row.in_bfloat16())
         if row.mesh.platform != "cpu":
             yield row.offloaded()
-        for larger in target.larger() if is_other else ():
+        for larger in self.slices[target].larger() if is_last else ():
             self.slices[larger.name] = larger
-            yield next(self._proposals(larger)).with_options(**remat)
-
-    # Estimates.
+            yield next(self._proposals(larger)).with_options(**options)
 
     def _estimates(self, row: Row) -> Iterator[Row]:
         """Yields a candidate as it is, recomputing, and with what memory needs."""
@@ -207,13 +202,11 @@ class _Search:
         """Returns a row with its estimate, or why it cannot be estimated."""
         options = self.problem.options_of(row)
         trace, count = self.problem.trace(options["remat"]), options["accumulate"]
-        axes = row.batch[0]
         if row.error or trace is None:
             return row
-        if self.problem.num_rows % (row.mesh.axis_size(axes) * count):
-            line = f"{self.problem.num_rows} examples do not divide over "
-            line += f"{', '.join(axes)} and {count} microbatches."
-            return replace(row, error=line)
+        if row.rows % (row.num_row_shards * count):
+            line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
+            return replace(row, error=f"{line} and {count} microbatches.")
         try:
             row = replace(row, state=row.state or self.problem.state(row))
         except MeshLayoutError as error:
@@ -229,19 +222,17 @@ class _Search:
         """Returns a row with what its time is bound by and consists of."""
         step_s, bound = sum(seconds.values()), max(seconds, key=lambda x: seconds[x])
         peak = step_s * row.mesh.size * self.slices[row.topology].chip.flops_per_s
-        facts: Any = {"utilization": self.problem.flops / peak, "parts": parts}
-        return replace(row, step_s=step_s, bound=bound, **facts)
-
-    # Compilations.
+        used = self.problem.flops / peak
+        return replace(row, step_s=step_s, bound=bound, parts=parts, utilization=used)
 
     def _chosen(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yields which rows are to be compiled, the best first, by the budget."""
-        indices = [index for index, row in enumerate(rows) if not row.error]
-        # What fits without recomputing or microbatches is faster without.
         keys = [(row.name, row.topology, row.mesh) for row in rows]
+        # What fits without recomputing or microbatches is faster without.
         pairs = [*zip(keys, rows, strict=True)]
         plain = {key for key, row in pairs if row.fits and not row.step_options}
         spare = [bool(row.step_options) and key in plain for key, row in pairs]
+        indices = [index for index, row in enumerate(rows) if not row.error]
         indices.sort(key=spare.__getitem__)
         for number, index in enumerate(indices):
             if time.monotonic() >= self.deadline:
@@ -263,14 +254,14 @@ class _Search:
         def jobs() -> Iterator[tuple[int, Compilation]]:
             for index in chosen:
                 row = rows[index]
+                devices, target = [*row.mesh.devices.flat], self.slices[row.topology]
                 try:
                     lowered = self.problem.lower(row)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     rows[index] = replace(row, error=line)
-                    continue
-                topology = self.slices[row.topology].topology
-                yield index, job_of(lowered, [*row.mesh.devices.flat], topology)
+                else:
+                    yield index, job_of(lowered, devices, target.topology)
 
         for index, outcome in compile_all(jobs(), self.cache, self.workers):
             rows[index] = self._measured(rows[index], outcome)
@@ -299,23 +290,23 @@ class _Search:
         seconds["network"] = schedule.total_s - schedule.compute_s
         return self._timed(row, seconds, schedule.parts)
 
-    def _mend(self, rows: Sequence[Row], changes: list[Row]) -> None:
-        """Adds the smallest change with which something fits, compiled."""
+    def _changes(self, rows: Sequence[Row]) -> list[Row]:
+        """Returns the smallest change with which something fits, compiled."""
         sized = [row for row in rows if not math.isnan(row.peak_bytes)]
-        base = min(sized, key=lambda row: row.peak_bytes, default=None)
-        fresh = base and replace(base, error="", source="estimated")
-        for row in self._smaller(fresh, is_other=True) if fresh else ():
-            if time.monotonic() >= self.deadline:
-                self.notes.append("The budget ended while looking for what would fit.")
-                return
-            changed = [self._estimate(row)]
-            # Estimates of memory are a few percent off.
-            is_near = changed[0].peak_bytes < 1.2 * changed[0].memory_bytes
-            if is_near and not changed[0].error:
-                self._compile(changed, iter([0]))
-                if changed[0].fits:
-                    changes += changed
-                    return
+        for base in sorted(sized, key=lambda row: row.peak_bytes)[:1]:
+            base = replace(base, error="", source="estimated")
+            for row in self._smaller(base, is_last=True):
+                if time.monotonic() >= self.deadline:
+                    line = "The budget ended while looking for what would fit."
+                    self.notes.append(line)
+                    return []
+                changed = [self._estimate(row)]
+                # Estimates of memory are some percent off.
+                is_near = changed[0].peak_bytes < 1.2 * changed[0].memory_bytes
+                self._compile(changed, iter([0] * (is_near and not changed[0].error)))
+                if changed[0].fits and changed[0].source != "estimated":
+                    return changed
+        return []
 
 
 def _cost(row: Row) -> float:
