@@ -224,13 +224,17 @@ def test_programs_are_compiled_as_the_step_does_it_and_once(tmp_path, monkeypatc
 
 def test_a_slice_is_planned_by_the_tpu_compiler_in_other_processes(tmp_path):
     pytest.importorskip("libtpu")
+    devices = ml.planning.describe_devices("v5e:2x2")
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 4}, devices=devices))
     result = planned(
         tmp_path,
         build=lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)),
         loss_fn=lambda model, x: model(x) ** 2,
         batch=jax.ShapeDtypeStruct((64, 64), "float32"),
+        candidates={"data": layouts},
         topology="v5e:2x2",
-        budget_s=20,
+        budget_s=100,
+        accumulate=1,
         workers=1,
     )
     best = result.best

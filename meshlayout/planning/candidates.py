@@ -84,7 +84,8 @@ def proposals(
             for name, *code in ways:
                 names = "layouts", "activations"
                 lines = tuple(map("{} = {}".format, names, code))
-                row = Row(name, target.name, mesh, *[LayoutMap(mesh)] * 2, batch, lines)
+                none = LayoutMap(mesh)
+                row = Row(name, target.name, mesh, none, none, batch, lines)
                 row = replace(row, microbatches=traits.axes.get(axis, ("", 1))[1])
                 try:
                     with _checks.noted(f"while plan traces the candidate {name!r}"):
@@ -135,9 +136,11 @@ def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
     for name, value in candidates.items():
         problem: MeshLayoutError | None = None
-        maps, code = [value], f"layouts = {name}  # your map"
-        if not isinstance(value, LayoutMap):
-            maps, code = [], f"layouts = {getattr(value, '__name__', name)}(mesh)"
+        code, maps = f"layouts = {name}  # your map", list[LayoutMap]()
+        if isinstance(value, LayoutMap):
+            maps.append(value)
+        else:
+            code = f"layouts = {getattr(value, '__name__', name)}(mesh)"
             for mesh in meshes(target):
                 try:
                     maps.append(value(mesh))

@@ -36,7 +36,7 @@ class Chip:
 def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:
     # The clock at which the matrix units do the peak. Compiled, a product of two 4096 x
     # 4096 matrices takes 1.03 (v5e), 1.04 (v5p), 1.12 (v4) and 1.15 (v6e) times the
-    # ideal. Memory is what libtpu says is available; it puts up to 125 MB on the chip (v5e).
+    # ideal. Memory is what libtpu says is available; it puts 125 MB on the chip (v5e).
     clock, source = flops / (2 * macs), f"https://cloud.google.com/tpu/docs/{name}"
     cores = 2 if name == "v4" else 1
     rate, port = (x / cores for x in rates)

@@ -122,7 +122,8 @@ class StepTrace:
         narrow = self._reads[True] - self._reads[False]
         sources = [self._origins.get(x.source, x.source) for x in self.values]
         sizes = zip(self.values, self.nbytes, sources, strict=True)
-        self.is_narrow = [n == 4 * x.size and y in narrow for x, n, y in sizes]
+        sizes = enumerate(sizes)
+        self.narrow = {i for i, (x, n, y) in sizes if n == 4 * x.size and y in narrow}
         self.uses, (self.lives, self.gradients) = self._uses(), self._lives()
 
     def _index(self, value: Value, var: Any) -> int:
@@ -236,13 +237,8 @@ class _Device:
     def __init__(
         self, trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int
     ) -> None:
-        self.trace, self.chip, self.hop_s, self.accumulate = (
-            trace,
-            chip,
-            hop_s,
-            accumulate,
-        )
-        self.mesh, self.microbatches = row.mesh, row.microbatches
+        self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
+        self.accumulate, self.microbatches = accumulate, row.microbatches
         self.is_tpu = chip.scratch_bytes > 0
         self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
         self.seconds = {"compute": 0.0, "memory": 0.0, "network": 0.0}
@@ -257,24 +253,24 @@ class _Device:
         self.shards: dict[Any, Sequence[str]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
-        for factors, leaf in zip(
-            trace.factors, self.leaves[: trace.num_params], strict=False
-        ):
-            for factor, entry in zip(factors, leaf.sharding.spec, strict=False):
+        for index, leaf in enumerate(self.leaves[: trace.num_params]):
+            pairs = zip(trace.factors[index], leaf.sharding.spec, strict=False)
+            for factor, entry in pairs:
                 axes = tuple(x for x in axes_of(entry) if x not in self.gathered)
                 if factor is not None and axes:
                     self.shards.setdefault(factor, axes)
+        # With sequence parallelism, what lacks the model axis is in shards of tokens.
+        spare = ["model"] * ("sequence=True" in "".join(row.code))
+        tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
+        self.spread = self.num_shards(spare)  # before and after sums
         self.sizes: list[float] = []
-        for factors, size, is_narrow in zip(
-            trace.factors, trace.nbytes, trace.is_narrow, strict=True
-        ):
+        for index, factors in enumerate(trace.factors):
             is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
             # XLA casts what a TPU multiplies, before it is kept or sent.
-            count = 2 if self.is_tpu and is_narrow else 1
-            count *= self.num_shards(self.axes_in(factors)) * (
-                accumulate if is_batch else 1
-            )
-            self.sizes.append(size / count)
+            count = 2 if self.is_tpu and index in trace.narrow else 1
+            others = [] if tokens.isdisjoint(factors) else spare
+            count *= self.num_shards([*{*self.axes_in(factors), *others}])
+            self.sizes.append(trace.nbytes[index] / count / accumulate**is_batch)
 
     def axes_in(self, *groups: Iterable[Any]) -> list[str]:
         """Returns the axes that shard factors."""
@@ -282,52 +278,45 @@ class _Device:
         return [*dict.fromkeys(itertools.chain(*known))]
 
     def send(
-        self,
-        axes: Iterable[str],
-        size: float,
-        passes: float,
-        hops: float = 1,
-        waited: float = 1,
-    ) -> None:
-        """Counts passes of a ring, of which an all-reduce has two."""
+        self, axes: Iterable[str], size: float, passes: float, hops: float = 1
+    ) -> float:
+        """Counts passes of a ring, an all-reduce as two; returns their seconds."""
         names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
         n = self.num_shards(names)
+        nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
+        seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
         if n > 1:
-            self.sent[", ".join(names)] += passes * (n - 1) / n * size
-            seconds = (n - 1) / n * size / self.chip.ring_bytes_per_s
-            seconds += hops * ring_hops(n) * self.hop_s
-            self.seconds["network"] += passes * waited * seconds
+            self.sent[", ".join(names)] += passes * nbytes
+        self.seconds["network"] += seconds
+        return seconds
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
         trace, sizes = self.trace, self.sizes
-        partial: dict[
-            int, set[str]
-        ] = {}  # sums that are added to others before they go
+        partial: dict[int, set[str]] = {}  # sums that are added to others first
         for op in trace.operations:
             runs, size = op.runs * self.accumulate, sum(sizes[x] for x in op.outputs)
             over = partial.get([*op.inputs, -1][0], set[str]())
             is_sum = bool(over) and op.name in {"add_any", "add", *_MOVES}
             if is_sum and all(partial.get(index) == over for index in op.inputs):
-                self.send(over, size, -2 * runs * (len(op.inputs) - 1))
+                times = 1 - len(op.inputs)
+                self.send(over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
             if not op.is_heavy:
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
             count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
-            computing = op.runs * op.flops / count / self.chip.flops_per_s
-            read = (
-                size + sum(sizes[x] for x in op.inputs)
-            ) / self.chip.memory_bytes_per_s
             stages = self.num_shards(self.axes_in(op.stack))
-            waits = (self.microbatches + stages - 1) / self.microbatches
-            computing *= waits
-            reading = waits * runs * max(_START_S, read / stages)
+            turns = (self.microbatches + stages - 1) / self.microbatches
+            computing = turns * op.runs * op.flops / count / self.chip.flops_per_s
+            read = (size + sum(sizes[x] for x in op.inputs)) / stages
+            seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
+            reading = turns * runs * seconds
             self.seconds["compute"] += computing
             self.seconds["memory"] += max(0.0, reading - computing)
             # Sums over rows are gradients of parameters, which follow, or few numbers.
             over = {*self.axes_in(op.summed)} - {*self.axes_in(factors), *self.rows}
-            self.send(over, size, 2 * runs)
+            self.send(over, size * self.spread, 2 * runs)
             partial.update(dict.fromkeys(op.outputs if over else (), over))
             index, twice = op.passed
             around = self.axes_in(twice)
@@ -350,8 +339,9 @@ class _Device:
             again = 2 if use.turns > 1 else times
             if split:
                 runs = count * use.turns
-                self.send(split, part, again * runs, waited=_WAITED)
-                self.send(split, used, runs, waited=_WAITED)
+                seconds = self.send(split, part, again * runs)
+                seconds += self.send(split, used, runs)
+                self.seconds["network"] -= (1 - _WAITED) * seconds
                 # Small matrices are multiplied in parts, as they come, if they are in
                 # as many as the batch: each part reads and writes the results.
                 if self.is_tpu and not whole and part < self.sizes[use.result]:
@@ -393,9 +383,8 @@ class _Device:
                     before = place, size, shares[1]
         # Compilers keep on the chip what fits there, first what is needed shortly.
         taken = np.zeros((2, len(trace.operations) + 1))
-        for first, last, size in sorted(
-            [*self.lives, *lives], key=lambda x: x[1] - x[0]
-        ):
+        lives = sorted([*self.lives, *lives], key=lambda x: x[1] - x[0])
+        for first, last, size in lives:
             chip, memory = taken[:, first : last + 1]
             fits = size + chip.max(initial=0.0) <= self.chip.scratch_bytes
             (chip if fits else memory)[:] += size

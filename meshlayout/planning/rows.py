@@ -198,8 +198,9 @@ class Ranking:
         return _render.html_table(headers, cells, align, notes=notes)
 
     def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
-        headers = "topology,mesh,layouts,memory,step,bound,examples per s,MFU,sent,"
+        headers = "topology", "mesh", "layouts", "memory", "step", "bound"
+        headers = [*headers, "examples per s", "MFU", "sent", ""]
         notes = ["Nothing fits."] * (not self.fits) + [*self.notes]
         notes += [f"would fit: {row}" for row in self.changes]
         cells = [row.cells() for row in self.rows]
-        return headers.split(","), cells, "llllrlrrll", notes
+        return headers, cells, "llllrlrrll", notes

@@ -146,18 +146,15 @@ class _Search:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            print(f"plan: {line}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"plan: {line}\n")
+            sys.stderr.flush()
 
     def _proposals(
         self, target: Slice, candidates: ways.Candidates | None = None
     ) -> Iterator[Row]:
-        values, traits = self.problem.values, self.problem.traits
-        if candidates is not None:
-            rows = ways.given(candidates, target)
-        else:
-            rows = ways.proposals(target, values, traits)
-        for row in rows:
-            facts = {**self.problem.facts, "memory_bytes": target.chip.memory_bytes}
+        facts: Any = {**self.problem.facts, "memory_bytes": target.chip.memory_bytes}
+        rows = ways.proposals(target, self.problem.values, self.problem.traits)
+        for row in rows if candidates is None else ways.given(candidates, target):
             yield replace(row, **facts)
 
     def _smaller(self, row: Row, *, is_last: bool = False) -> Iterator[Row]:
