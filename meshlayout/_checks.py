@@ -251,7 +251,7 @@ def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     return context.get("error", MeshLayoutError)(text.rstrip())
 
 
-_HOME = "https://github.com/meshlayout/meshlayout"
+HOME = "https://github.com/meshlayout/meshlayout"
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
@@ -263,10 +263,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         # Something that the package itself imports: installing it would not help.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        msg = (
-            f"{purpose} needs {package}, which is not installed: "
-            f"pip install 'meshlayout[{extra}] @ git+{_HOME}'."
-        )
+        fix = f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
+        msg = f"{purpose} needs {package}, which is not installed: {fix}"
         raise MeshLayoutError(msg) from error
 
 
@@ -280,11 +278,16 @@ _MEANINGS = {
     "Continue with the state that the step returned.",
 }
 
+_NEW_RATE = "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4))."
+
 # What users of other libraries write by habit, and what takes its place here.
 _REFLEXES = {
     "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "summary": "print(state) is the summary.",
+    "optimizer": _NEW_RATE,
+    "learning_rate": _NEW_RATE,
+    "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
     "history": "It has the values itself, as history['loss'].",

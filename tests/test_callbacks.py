@@ -105,11 +105,23 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
     assert calls == [("on_fit_start",), *whole, ("on_fit_end",), ("close",)]
 
 
+def run_with(**methods):
+    Scripted(1.0).run(type("Own", (ml.callbacks.Callback,), methods)())
+
+
 WRONG = {
     "EarlyStopping('accuracy'): say mode='max' if higher values are better, or "
     "mode='min'.": lambda: ml.callbacks.EarlyStopping("accuracy"),
-    "fit: callbacks must be a list of instances of ml.callbacks.Callback, and has the "
-    "class StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
+    "fit: callbacks must be a list of instances of ml.callbacks.Callback, got the class "
+    "StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
+    "fit never calls Own.on_train_begin. The methods of a callback are on_fit_start, "
+    "on_epoch_start, on_step_end, on_validation_start, on_epoch_end, on_fit_end.": (
+        lambda: run_with(on_train_begin=lambda self: None)
+    ),
+    "Own.on_epoch_end is called as Own.on_epoch_end(trainer, epoch, logs), but takes "
+    "(epoch, logs).": lambda: run_with(
+        on_epoch_end=lambda self, epoch, logs=None: None
+    ),
     "EarlyStopping: mode must be 'min' or 'max', got 'least'.": (
         lambda: ml.callbacks.EarlyStopping(mode="least")
     ),

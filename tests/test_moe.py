@@ -123,8 +123,8 @@ def test_wrong_calls_are_refused_in_sentences():
     (x, weights, params), index = tokens(6, 2)
     shapes = "x f32[8, 6, 5], expert_index {}, weights {}."
     calls = {
-        "6 experts do not divide among the 4 devices of mesh axis 'expert'. Nearest: 4 "
-        "and 8.": (index, weights, by_groups, params),
+        "6 experts do not divide among the 4 devices of mesh axis 'expert'. Nearest "
+        "that would: 4 and 8.": (index, weights, by_groups, params),
         "all params must be stacked over the experts in their first dim, got (3,), "
         "(6, 5, 7).": (index, weights, by_groups, params | {"down": jnp.ones(3)}),
         "expert_index must hold integers; lax.top_k returns them after weights, got "

@@ -163,11 +163,11 @@ REFUSED = [
     ({"block": 3}, "block must be a function of (params, x), got 3."),
     (
         {"params": jnp.ones((6, FEATURES, FEATURES))},
-        "6 layers do not divide into 4 stages over 'stage'; nearest that do: 4 and 8.",
+        "6 layers do not divide into 4 stages over 'stage'. Nearest that would: 4 and 8.",
     ),
     (
         {"microbatches": 5},
-        "24 rows do not divide into microbatches=5; nearest that do: 4 and 6.",
+        "24 rows do not divide into microbatches=5. Nearest that would: 4 and 6.",
     ),
     (
         {"schedule": "gpip"},

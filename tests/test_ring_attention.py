@@ -267,9 +267,8 @@ def lowered(attend, mesh, length, *, heads=2, dtype="float32", gradient=True, **
         return jax.jit(function).lower(x, x, x)
 
 
-@pytest.mark.parametrize(("attend", "slack"), [(RING, 1), slow(HEADS, 4 / 3)])
+@pytest.mark.parametrize(("attend", "slack"), [(RING, 1), slow(HEADS, 1.01)])
 def test_memory_falls_with_the_number_of_devices(attend, slack):
-    # By heads, scores are computed again backward: one more array of their size.
     peaks = {}
     for size in (1, 2, 4, 8):
         mesh = ml.create_mesh({"batch": 1, "seq": size}, devices=jax.devices()[:size])

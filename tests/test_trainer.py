@@ -217,6 +217,69 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
 # Data.
 
 
+class Rows:
+    """Examples by index, as PyTorch's datasets have them."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data["x"])
+
+    def __getitem__(self, index):
+        # Slices never raise IndexError: only `__len__` says where it ends.
+        return {name: rows[index] for name, rows in self.data.items()}
+
+
+class Batches(Rows):
+    """Batches by index, as `keras.utils.Sequence`s have them."""
+
+    def __init__(self, data=None):
+        super().__init__(data or examples(20))
+
+    def __len__(self):
+        return super().__len__() // 8
+
+    def __getitem__(self, index):
+        return super().__getitem__(slice(8 * index, 8 * index + 8))
+
+
+def test_examples_and_batches_by_index_are_those_of_arrays(mesh):
+    data = examples(24)
+    losses = [
+        quiet_fit(ml.Trainer(create_state(mesh), loss_fn), source, epochs=2, **options)[
+            "loss"
+        ]
+        for source, options in (
+            (data, {"batch_size": 8, "shuffle": None, "validation_data": Rows(data)}),
+            (Rows(data), {"batch_size": 8, "shuffle": None}),
+            (
+                [*map(Rows(data).__getitem__, range(24))],
+                {"batch_size": 8, "shuffle": None},
+            ),
+            (Batches(data), {"validation_data": Batches(data)}),
+        )
+    ]
+    assert losses[1:] == losses[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "weighted"),
+    [("weights", "weights"), ("sample_weight", "sample_weight"), ("weight", None)],
+)
+def test_weights_under_another_name_are_told_of(name, weighted, mesh, caplog):
+    data = {**examples(16), name: np.ones(16, "float32")}
+    for source, options in ((data, {"batch_size": 8}), (cut(data, 8), {})):
+        caplog.clear()
+        trainer = ml.Trainer(create_state(mesh), loss_fn)
+        quiet_fit(trainer, source, 2, **options)
+        texts = [x.getMessage() for x in caplog.records if "weight the ex" in x.msg]
+        assert texts == [
+            f"the data's entry {weighted!r} does not weight the examples. If it is to, "
+            f"give Trainer weights={weighted!r}."
+        ] * bool(weighted)
+
+
 class Counted(ml.Trainer):
     """Counts instead of training, and keeps what it saw."""
 
@@ -321,13 +384,16 @@ def test_the_model_gets_a_frame_that_it_was_not_trained_on_as_one_array(mesh):
     data, frame = examples(21), Frame(examples(21)["x"])
     trainer = ml.Trainer(create_state(mesh), pair_loss)
     with pytest.raises(ValueError, match="unpack") as caught:
-        trainer.predict(frame, batch_size=8)
-    assert caught.value.__notes__[-1] == (
-        "in predict: batch 1, float32[8, 4]. predict_fn=lambda model, x: model(x) calls "
-        "the model alone"
-    )
+        trainer.predict({"x": data["x"]}, batch_size=8)
+    assert caught.value.__notes__ == [
+        "predict calls pair_loss, or what you give as predict_fn(model, batch)",
+        "in predict: batch 1, {x: float32[8, 4]}",
+    ]
+    new = trainer.predict(frame, batch_size=8)  # before any `fit`, as after it
+    np.testing.assert_array_equal(trainer.predict(data["x"], batch_size=8), new)
     quiet_fit(trainer, frame, data["y"], batch_size=8)
     bare = trainer.predict(data["x"], batch_size=8)
+    assert new.shape == bare.shape
     np.testing.assert_array_equal(trainer.predict(frame, batch_size=8), bare)
 
     def of_columns(model, batch):
@@ -415,8 +481,7 @@ def test_predict_says_what_it_needs(mesh):
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
     assert message_of(lambda: mean.predict(data)) == (
-        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
-        "example."
+        "predict: an output has shape () for a batch of 8 rows; give one row per example."
     )
 
 
@@ -563,16 +628,31 @@ def test_an_error_in_a_later_batch_says_which_it_was(mesh):
 
 def test_a_state_that_is_used_up_is_refused(mesh):
     state, batches = create_state(mesh), cut(examples(8), 8)
-    quiet_fit(ml.Trainer(state, loss_fn), batches)
     other = ml.Trainer(state, loss_fn)
+    quiet_fit(ml.Trainer(state, loss_fn), batches)
+    with pytest.raises(
+        ml.errors.StateError, match="Continue with the state of its trainer"
+    ):
+        ml.Trainer(state, loss_fn)
     for call in (quiet_fit, ml.Trainer.evaluate, ml.Trainer.predict):
         with pytest.raises(ml.MeshLayoutError, match="used up"):
             call(other, batches)
 
 
+def test_an_attribute_that_would_change_nothing_cannot_be_set(mesh):
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    with pytest.raises(AttributeError, match=r"trainer\.state\.replace\(tx="):
+        trainer.learning_rate = 0.1
+    before = params_of(trainer.state)
+    trainer.state = trainer.state.replace(tx=optax.sgd(0.0))
+    quiet_fit(trainer, cut(examples(8), 8))
+    assert_same_bits(params_of(trainer.state), before)
+    assert int(trainer.state.step) == 1
+
+
 BAD_STEP = {"train_step": lambda *_: (0, 1)}
 WRONG = {
-    "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? The options": (
+    "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
@@ -580,14 +660,26 @@ WRONG = {
     "train_step must return metrics of type ml.metrics.Metrics, got 1.": (
         lambda data: type("Bad", (ml.Trainer,), BAD_STEP)({"n": 0}).fit(data)
     ),
-    "train must be an iterable of batches, or a": lambda data: Counted().fit(3),
+    "train must be arrays, an iterable of batches, or a": (
+        lambda data: Counted().fit("train.csv", batch_size=2)
+    ),
+    "fit: batch_size= is for arrays, and a list_iterator yields batches: leave out "
+    "batch_size=. If it yields examples, write ml.distribute_dataset(train, "
+    "ml.create_mesh(), global_batch_size=2).": (
+        lambda data: Counted().fit(iter(data), batch_size=2)
+    ),
+    "evaluate: batch_size= is for arrays, and a Batches yields": (
+        lambda data: Counted().evaluate(Batches(), batch_size=2)
+    ),
+    "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
+        lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
+    ),
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
     "fit: shuffle=True is no seed: give a seed, shuffle=0, which": (
         lambda data: Counted().fit(data, shuffle=True)
     ),
-    "fit: train is a dict, of arrays with 2 rows. Give the size of a batch, "
-    "fit(train, batch_size=32), or an iterable": (
+    "fit needs the size of a batch: fit(train, batch_size=32).": (
         lambda data: Counted().fit({"i": np.ones((2, 9))})
     ),
     "the source is empty: it yielded no examples.": (
@@ -628,7 +720,7 @@ def test_arrays_train_with_a_batch_size(mesh, kind):
 
 
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
-    class Rows(ml.Trainer):
+    class Seeing(ml.Trainer):
         def train_step(self, state, batch, metrics):
             seen.append(np.asarray(batch["i"]).astype(int).tolist())
             return state, ml.metrics.Metrics({})
@@ -636,7 +728,7 @@ def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     orders = []
     for seed in (0, 0, 7):
         seen: list[list[int]] = []
-        trainer = Rows({"n": jnp.int32(0)}, pad=False)
+        trainer = Seeing({"n": jnp.int32(0)}, pad=False)
         rows = {"i": np.arange(10, dtype="float32")}
         quiet_fit(trainer, rows, epochs=2, batch_size=4, shuffle=seed)
         orders.append([[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]])
@@ -677,7 +769,9 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     found = quiet_fit(split, data, validation_split=0.25, **options)
     expected = quiet_fit(whole, first, validation_data=last, **options)
     assert found == expected
+    split = ml.Trainer(create_state(mesh), loss_fn)
+    assert quiet_fit(split, Rows(data), validation_split=0.25, **options) == expected
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
-        "fit: validation_split= holds out rows of arrays, and takes the place of "
-        "validation_data=."
+        "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
+        "give validation_data= alone."
     )

@@ -488,6 +488,10 @@ def match(
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
+        if any(path.startswith("extra/") for path in extra):
+            msg += (
+                " What a step keeps in `extra` is there in train_step.prepare(state)."
+            )
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
@@ -573,3 +577,12 @@ def _kind_of(dtype: DType) -> str:
         if jnp.issubdtype(dtype, kind):
             return kind.__name__.removesuffix("_")
     return str(dtype)
+
+
+def abstract_leaf(leaf: Leaf) -> Any:
+    """Returns a leaf without its array, which may be large, for `Request.like`."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    kind = jax.typeof(leaf)
+    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)

@@ -82,6 +82,9 @@ class Save:
         try:
             with taking_part():
                 self._write()
+            # Else the checkpointer, and its lock, would outlive its last reference.
+            _unfinished.discard(self)
+            self.after = lambda: None
             self.end.set_result(None)
         except BaseException as error:
             self.trees = {}

@@ -6,6 +6,7 @@ shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs
 over another axis, stay where they are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout.errors import LayoutError
-from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
 from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
 from meshlayout.exchange.rotation import attend_on_ring
 from meshlayout.mesh import Mesh
@@ -150,7 +151,7 @@ def all_to_all_attention(
 
 
 def _attend(
-    exchange: Callable[[MeshAxis, Rules, Inputs], jax.Array],
+    exchange: Callable[[MeshAxis, Inputs, Rules], jax.Array],
     where: str,
     *,
     q: jax.Array,
@@ -200,7 +201,7 @@ def _attend(
     check(is_float, f"all must be floats of one dtype, got {dtypes}", fix)
     (batch, length, heads, _), (key_length, kv_heads) = q.shape, k.shape[1:3]
     fact = f"{heads} heads of queries do not divide among {kv_heads} of keys"
-    check(heads % kv_heads == 0, fact, _nearest(heads, kv_heads))
+    check(heads % kv_heads == 0, fact, nearest(heads, kv_heads))
     if segment_ids is not None:
         ids = jnp.asarray(segment_ids)
         fits = ids.shape == shape[:-2] and length == key_length
@@ -240,24 +241,18 @@ def _attend(
     if mesh_axis is None:
         return attend_on_one_device(rules, inputs).reshape(shape)
     # Traced once for all layers of a model, compiled once for calls outside of jit.
-    run = jax.jit(exchange, static_argnums=(0, 1))
-    return run(mesh_axis, rules, inputs).reshape(shape)
+    run = jax.jit(exchange, static_argnames=("axis", "rules"))
+    run, spec = functools.partial(run, rules=rules), jax.typeof(q).sharding.spec
+    return run_on_auto_axes(run, mesh_axis, spec, inputs).reshape(shape)
 
 
-def _nearest(number: int, divisor: int) -> str:
-    """Returns a sentence with the nearest numbers that a divisor divides."""
-    below = number // divisor * divisor
-    above = below + divisor
-    return f"Nearest that would: {f'{below} and {above}' if below else above}."
-
-
-def _by_heads(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
+def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
     q, k, v, segment_ids, mask = inputs
     sizes = {"positions": q.shape[1], "positions of keys": k.shape[1]}
     for name, number in {**sizes, "heads of keys": k.shape[2]}.items():
         if number % axis.size:
             fact = f"{number} {name} do not divide among {axis.size} devices"
-            hint = f"{_nearest(number, axis.size)} ring_attention takes any number."
+            hint = f"{nearest(number, axis.size)} ring_attention takes any number."
             msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
             raise LayoutError(msg)
 

@@ -1,12 +1,13 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _checks
 from meshlayout.errors import MeshError
@@ -82,3 +83,39 @@ def find_axis(
         raise MeshError(f"{fact} shard. Call it outside, on whole arrays.")
     size = found.shape.get(name, 1) if found.shape else 1
     return MeshAxis(name, size, found) if size > 1 else None
+
+
+def run_on_auto_axes(
+    function: Callable[..., Any], axis: MeshAxis | None, specs: Any, *operands: Any
+) -> Any:
+    """Returns `function(axis, *operands)`, computed on Auto axes of the mesh.
+
+    On Explicit ones, layouts would be parts of types. There, the results have `specs`.
+    """
+    if axis is None or AxisType.Explicit not in axis.mesh.axis_types:
+        return function(axis, *operands)
+    types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
+    mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
+
+    def on_mesh(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(axis.mesh, spec)
+
+    def placed(x: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(x, on_mesh(jax.typeof(x).sharding.spec))
+
+    run = jax.sharding.auto_axes(
+        functools.partial(function, replace(axis, mesh=mesh)),
+        axes=tuple(axis.mesh.explicit_axes),
+        out_sharding=jax.tree.map(on_mesh, specs),
+    )
+    return jax.jit(run)(*jax.tree.map(placed, operands))
+
+
+def nearest(value: int, numbers: int | Iterable[int]) -> str:
+    """Returns a sentence with the numbers next to a value, or multiples of a number."""
+    if isinstance(numbers, int):
+        numbers = range(numbers, value + numbers + 1, numbers)
+    below, above = [], []
+    for number in numbers:
+        (below if number < value else above).append(number)
+    return f"Nearest that would: {' and '.join(map(str, below[-1:] + above[:1]))}."

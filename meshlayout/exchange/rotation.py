@@ -154,7 +154,7 @@ def _set(chunks: jax.Array, index: int | jax.Array, chunk: jax.Array) -> jax.Arr
     return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)
 
 
-def attend_on_ring(axis: MeshAxis, rules: Rules, inputs: Inputs) -> jax.Array:
+def attend_on_ring(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
     """Returns attention over a sequence whose shards are on an axis."""
     q, k, v, segment_ids, mask = inputs
     length, num_keys = q.shape[1], k.shape[1]

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutError
-from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -142,7 +142,7 @@ def pipeline(
     (rows,) = _leading("x", x, 1)
     found = find_axis(axis, mesh, "pipeline", count)
     size = 1 if found is None else found.size
-    what, problem = "layers", ""
+    what, problem, fix = "layers", "", ""
     if rounds is not None:
         what = "layers of a round"
         rounds = _checks.count("rounds", rounds, **where)
@@ -151,18 +151,14 @@ def pipeline(
         elif rounds != lead[0]:
             dims = f"the leading dims of stacked_params are {lead}"
             problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
-    if found is not None and AxisType.Explicit in found.mesh.axis_types:
-        problem = "the mesh has Explicit axes, and stages need Auto ones"
-    elif lead[-1] % size:
-        near = _nearest(lead[-1], range(size, lead[-1] + size + 1, size))
+    if lead[-1] % size:
         problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
-        problem += f"; nearest that do: {near}"
+        fix = nearest(lead[-1], size)
     elif found is not None and rows % count:
-        near = _nearest(count, [n for n in range(1, rows + 1) if rows % n == 0])
         problem = f"{rows} rows do not divide into microbatches={count}"
-        problem += f"; nearest that do: {near}"
+        fix = nearest(count, [n for n in range(1, rows + 1) if rows % n == 0])
     if problem:
-        raise LayoutError(f"pipeline: {problem}.")
+        raise LayoutError(f"pipeline: {problem}. {fix}".rstrip())
 
     def layer(params: PyTree, x: X) -> X:
         y = block(params, x)
@@ -176,15 +172,20 @@ def pipeline(
         layers = _reshape(stacked_params, num_dims, (math.prod(lead),))
         return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
     rounds = rounds or (lead[0] // size if is_circular else 1)
-    elsewhere = {axis, *_jax.manual_axis_sizes()}
-    row_axes = tuple(x for x in batch_axes(found.mesh) if x not in elsewhere)
-    shards = math.prod(found.mesh.shape[name] for name in row_axes)
-    if rows // count % shards:
-        shards, row_axes = 1, ()
-    grid = _Grid(found, row_axes, (shards, count, rows // count // shards))
-    num_layers = math.prod(lead) // (rounds * size)
-    params = _reshape(stacked_params, num_dims, (rounds, size, num_layers))
-    return _run(grid, layer, grid.lay(params, 1), x, remat=remat)
+    dims = (rounds, size, math.prod(lead) // (rounds * size))
+
+    def run(mesh_axis: MeshAxis, params: PyTree, x: X) -> X:
+        elsewhere = {axis, *_jax.manual_axis_sizes()}
+        row_axes = tuple(x for x in batch_axes(mesh_axis.mesh) if x not in elsewhere)
+        shards = math.prod(mesh_axis.mesh.shape[name] for name in row_axes)
+        if rows // count % shards:
+            shards, row_axes = 1, ()
+        grid = _Grid(mesh_axis, row_axes, (shards, count, rows // count // shards))
+        params = grid.lay(_reshape(params, num_dims, dims), 1)
+        return _run(grid, layer, params, x, remat=remat)
+
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, x)
+    return run_on_auto_axes(run, found, specs, stacked_params, x)
 
 
 @dataclass(frozen=True)
@@ -323,10 +324,3 @@ def _leading(name: str, tree: PyTree, count: int) -> tuple[int, ...]:
 def _reshape(tree: X, count: int, dims: tuple[int, ...]) -> X:
     """Returns arrays with other leading dims in place of so many."""
     return jax.tree.map(lambda x: jnp.reshape(x, (*dims, *x.shape[count:])), tree)
-
-
-def _nearest(value: int, numbers: Sequence[int]) -> str:
-    """Returns the numbers next to a value, as text."""
-    below = [n for n in numbers if n < value]
-    above = [n for n in numbers if n > value]
-    return " and ".join(map(str, (*below[-1:], *above[:1])))

@@ -10,7 +10,7 @@ uneven the load is, and memory and bytes are those of an even one.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.arrays.placement import array_text
 from meshlayout.errors import LayoutError
-from meshlayout.exchange.axes import MeshAxis, find_axis
+from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
 from meshlayout.mesh import Mesh
 
 
@@ -110,8 +110,9 @@ def dispatch(
         raise LayoutError(f"dispatch: {fact}, got {got}.")
     index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
-    exchange = _Exchange(mesh_axis, num_experts, capacity, expert_fn)
-    y = _on_shards(exchange, tokens, params)
+    run = functools.partial(_on_shards, _Exchange(num_experts, capacity, expert_fn))
+    spec = PartitionSpec(*jax.typeof(tokens[0]).sharding.spec[:2])
+    y = run_on_auto_axes(run, mesh_axis, spec, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -123,16 +124,17 @@ def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
         msg = "dispatch: all params must be stacked over the experts in their first dim"
         raise LayoutError(f"{msg}, got {', '.join(map(str, shapes)) or 'none'}.")
     if axis is not None and count % axis.size:
-        below = count // axis.size * axis.size
-        fits = " and ".join(str(n) for n in (below, below + axis.size) if n)
         msg = f"dispatch: {count} experts do not divide among the {axis.size} devices"
-        raise LayoutError(f"{msg} of mesh axis {axis.name!r}. Nearest: {fits}.")
+        hint = nearest(count, axis.size)
+        raise LayoutError(f"{msg} of mesh axis {axis.name!r}. {hint}")
     return count
 
 
-def _on_shards(exchange: "_Exchange", tokens: list[Any], params: Any) -> jax.Array:
+def _on_shards(
+    exchange: "_Exchange", axis: MeshAxis | None, tokens: list[Any], params: PyTree
+) -> jax.Array:
     """Runs an exchange, with rows sharded over its axis and those of batches."""
-    axis = exchange.axis
+    exchange = replace(exchange, axis=axis)
     if axis is None:
         return exchange.run(*tokens, params)
     manual = _jax.manual_axis_sizes()
@@ -153,10 +155,10 @@ def _on_shards(exchange: "_Exchange", tokens: list[Any], params: Any) -> jax.Arr
 class _Exchange:
     """How one device's tokens meet their experts; without an axis, all are here."""
 
-    axis: MeshAxis | None
     num_experts: int
     capacity: int | None
     expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    axis: MeshAxis | None = None
 
     def run(self, *operands: Any) -> jax.Array:
         """Returns the weighted sums for the rows of one device, (rows, length, ...)."""

@@ -36,9 +36,8 @@ class Metrics(Mapping[str, Any]):
     for all of them. Names keep their order.
 
     Args:
-        metrics: The metrics by name: of this library, clu, metrax or any pytrees that
-            follow their protocol (`empty`, `from_model_output`, `merge`, `compute`), or
-            nnx's Average and Accuracy.
+        metrics: By name: metrics of this library, clu, metrax, nnx's Average and
+            Accuracy, or pytrees with `empty`, `from_model_output`, `merge`, `compute`.
 
     Examples:
         >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})

@@ -199,7 +199,10 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values for some fields."""
+        """Returns this state with new values for some fields; `tx` is the optimizer."""
+        if "tx" in changes:
+            tx = _transformation(changes.pop("tx"))
+            changes["program"] = dataclasses.replace(self.program, tx=tx)
         return dataclasses.replace(self, **changes)
 
     def apply_gradients(

@@ -119,9 +119,10 @@ class _Jitted:
         self.shardings: list[Any] = []
         self.is_compared: list[bool] = []
         self.num_donated = 0
-        # Of a TrainState's program: weak references to the state and metrics that the
-        # last call returned, where its other arguments were, and the state's shapes.
-        self.results: Any = None
+        # Of a TrainState's program: a weak reference to the state that the last call
+        # returned, its metrics, where other arguments were, and the state's shapes.
+        self.has_state, self.metrics = False, None
+        self.state: Callable[[], object] = object  # like no other
         self.other_shardings: list[Any] = []
         self.shapes: set[Any] = set()
         self.arguments: Any = None  # of a call, while it is under way
@@ -133,6 +134,27 @@ class _Jitted:
         processes = {device.process_index for device in self.devices}
         self.has_peers = len(processes) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
+
+    def goes_on(self, state: Any, *others: PyTree) -> bool:
+        """Returns whether a call goes on where its last one ended, in a loop.
+
+        That passes on a TrainState and metrics, whose arrays the program has made: one
+        of them tells whether the state was used up. Others have to be looked at.
+        """
+        if state is not self.state():
+            return False
+        if self.metrics is not None and others[-1] is self.metrics:
+            others = others[:-1]
+        leaves, _ = default_registry.flatten(others)
+        try:
+            if [leaf.sharding for leaf in leaves] != self.other_shardings:
+                return False
+            for leaf in leaves if self.is_spread else ():  # else, JAX refuses them
+                if leaf.is_deleted() or leaf.shape in self.shapes:
+                    return False
+        except AttributeError:  # of what is no array now
+            return False
+        return not (self.is_spread and state.step.is_deleted())
 
     def is_like_last(self, args: PyTree, kwargs: PyTree) -> bool:
         """Returns, fast, whether the arrays of a call are where those of the last were.
@@ -191,7 +213,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
         self._programs: dict[Any, _Jitted] = {}
-        self._last: _Jitted | None = None
+        self.last: _Jitted | None = None
         self.called: Any = None  # the program and types of the last call traced
         self._seen: list[_Seen] = []  # the last calls that were traced
         self._was_called = False
@@ -210,47 +232,26 @@ class CompiledStep(StepInspection, Generic[P, R]):
             args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
             return self._traced(None, args, kwargs)
-        program = self._last
+        program = self.last
         if program is None or (
             program.is_spread
-            and (kwargs or not self.continued(args[0], args[1:-1], args[-1]))
+            and (kwargs or not program.goes_on(*args))
             and not program.is_like_last(args, kwargs)
         ):
             program, args = self._switch(args, kwargs)
         return self.run(program, args, kwargs)
 
-    def continued(self, state: PyTree, others: PyTree, aux: PyTree) -> _Jitted | None:
-        """Returns the program if a call goes on where its last one ended, in a loop.
-
-        That passes on a TrainState and metrics, whose arrays the program has made: one
-        of them tells whether the state was used up. Others have to be looked at.
-        """
-        program = self._last
-        known = None if program is None else program.results
-        if program is None or known is None or state is not known[0]():
-            return None
-        if aux is not None and aux is not known[1]():
-            others = others, aux
-        leaves, _ = default_registry.flatten(others)
-        try:
-            if [leaf.sharding for leaf in leaves] != program.other_shardings:
-                return None
-            is_gone = program.is_spread and state.step.is_deleted()
-            for leaf in leaves if program.is_spread else ():  # else, JAX refuses them
-                is_gone = is_gone or leaf.is_deleted() or leaf.shape in program.shapes
-        except AttributeError:  # of what is no array now
-            return None
-        return None if is_gone else program
-
     def run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
         """Runs a program of this step."""
         program.arguments = (args, kwargs)
-        counts.steps += program.is_shared
+        if program.is_shared:
+            counts.steps += 1
         try:
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
+            leaves = jax.tree.leaves((args, kwargs))
+            is_gone = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
             if is_gone and ("deleted" not in str(error) or error.__context__):
@@ -260,22 +261,22 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise
         else:
             self._was_called = True
-            if program.results is not None:
-                new, aux = result
-                measured = aux if type(aux) is Metrics else program
-                program.results = weakref.ref(new), weakref.ref(measured)
+            if program.has_state:
+                state, aux = result
+                program.state = weakref.ref(state)
+                program.metrics = aux if type(aux) is Metrics else None
             if program.is_bounded:
                 self._in_flight += 1
                 if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     self._in_flight = 0
                     # One array will do: a program's results are ready together.
-                    leaf = result[0].step if program.results else result
-                    jax.block_until_ready(jax.tree.leaves(leaf)[:1])
+                    one = result[0].step if program.has_state else result
+                    default_registry.flatten(one)[0][0].block_until_ready()
             return result
         finally:
             program.arguments = None
         # It was refused as other devices or another structure need another program.
-        self._last, call = None, cast(Any, self)
+        self.last, call = None, cast(Any, self)
         return call(*args, **kwargs)
 
     def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
@@ -290,18 +291,17 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 ),
                 *args[1:],
             )
-        program = self._last = self._program(args, kwargs)
+        program = self.last = self._program(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         program.types = [*map(type, leaves)]
         program.is_compared = [issubclass(x, _jax.ArrayImpl) for x in program.types]
         program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
         program.num_donated = len(jax.tree.leaves(args[: self._donates]))
-        program.results = None
-        if self._donates and type(args[0]) is TrainState:
-            # Metrics are new now, and the last ones at the next call.
-            others = args[1:-1] if type(args[-1]) is Metrics else args[1:]
-            program.other_shardings = [*map(_jax.sharding_of, jax.tree.leaves(others))]
-            program.results = (lambda: None,) * 2
+        program.has_state = self._donates and type(args[0]) is TrainState
+        program.state, program.metrics = object, None
+        # Metrics are new now, and the last ones at the next call.
+        others = args[1:-1] if type(args[-1]) is Metrics else args[1:]
+        program.other_shardings = [*map(_jax.sharding_of, jax.tree.leaves(others))]
         return program, args
 
     def _program(
@@ -371,7 +371,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
-            self._last = None  # what the next call is given may be on a mesh now
+            self.last = None  # what the next call is given may be on a mesh now
         return result
 
     def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
@@ -412,7 +412,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
             msg, other = "", owners.setdefault(id(leaf), name)
-            if _is_deleted(leaf):
+            if getattr(leaf, "is_deleted", bool)():
                 msg = (
                     f"{self.__name__}: {name!r} was used up by an earlier call of a "
                     "step. Continue with the state that the step returned."
@@ -462,10 +462,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
-
-
-def _is_deleted(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:

@@ -45,7 +45,8 @@ class StateStep(StepInspection):
 
     __name__: str
     _row_dim = 0  # of what a call takes
-    _last: tuple[CompiledStep[..., Any], Metrics | None] | None = None
+    # What the last call ran, if the next may go on from there, and empty metrics.
+    _last: tuple[CompiledStep[..., Any], Any, Metrics | None] | None = None
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class StateStep(StepInspection):
     def _run(self, state: TrainState, batch: Batch, metrics: Metrics | None) -> Any:
         compiled, args, empty = self._call_of(state, batch, metrics)
         result = compiled(*args)
-        if not (self._row_dim or _jax.is_tracing()):
-            self._last = compiled, empty
+        if compiled.last and not (self._row_dim or _jax.is_tracing()):
+            self._last = compiled, compiled.last, empty
         return result
 
     def _call_of(

@@ -19,6 +19,7 @@ from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.state.creation import T
 from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, as_weak_as
 from meshlayout.step.interception import Remat
@@ -190,17 +191,23 @@ class TrainStep(StateStep):
         """
         # To look all up again would take Python longer than a small step.
         if self._last is not None and not _jax.is_tracing():
-            compiled, empty = self._last
-            program = compiled.continued(state, batch, metrics)
-            if program is not None:
-                if marked_weights:
+            compiled, program, empty = self._last
+            if program.goes_on(state, batch, metrics):
+                if marked_weights.data:  # quicker to ask than itself
                     check_batch(batch, self.weights)
                 args = state, batch, empty if metrics is None else metrics
                 return compiled.run(program, args, {})
         return self._run(state, batch, metrics)
 
+    def prepare(self, state: TrainState[T]) -> TrainState[T]:
+        """Returns the state with what this step's options keep in `state.extra`.
+
+        Calls do so themselves. To restore: `ck.resume(train_step.prepare(state))`.
+        """
+        return self._plan.update.prepared(state)
+
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        state = self._plan.update.prepared(state)
+        state = self.prepare(state)
         is_list = self._row_dim and isinstance(batch, list)
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)

@@ -71,9 +71,8 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return (
-            self._rendered(_render.text_table) if self.epochs else "History(no epochs)"
-        )
+        no_epochs = "History(no epochs)"
+        return self._rendered(_render.text_table) if self.epochs else no_epochs
 
     def _repr_html_(self) -> str:
         return self._rendered(_render.html_table)

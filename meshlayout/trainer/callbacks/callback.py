@@ -4,6 +4,8 @@ Callbacks run while the device computes, and reading a metric waits for it. So t
 that show or watch values put them into `AsyncMetrics`, and read them once computed.
 """
 
+import inspect
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
 
@@ -70,6 +73,23 @@ class Callback:
 
     def close(self) -> None:
         """Called last, however the `fit` ended; close files here."""
+
+
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Returns callbacks of whose methods each will be called, and can be."""
+    moments = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in (chosen := [*callbacks]):
+        if not isinstance(callback, Callback):
+            msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
+            raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
+        for name in filter(re.compile("on_").match, dir(callback)):
+            where = f"{type(callback).__name__}.{name}"
+            if name not in moments:
+                msg = f"fit never calls {where}. The methods of a callback are"
+                raise MeshLayoutError(f"{msg} {', '.join(moments)}.")
+            names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+            _checks.function(where, getattr(callback, name), *names)
+    return chosen
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
