@@ -121,7 +121,7 @@ class _Jitted:
         self.num_donated = 0
         # Of a TrainState's program: a weak reference to the state that the last call
         # returned, its metrics, where other arguments were, and the state's shapes.
-        self.has_state, self.metrics = False, None
+        self.has_state, self.metrics = False, cast(Any, None)
         self.state: Callable[[], object] = object  # like no other
         self.other_shardings: list[Any] = []
         self.shapes: set[Any] = set()
