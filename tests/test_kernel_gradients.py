@@ -118,8 +118,8 @@ def assert_same_gradients(loss, state, batch, layout, layouts=None, reference=No
 
 
 REFUSAL = (
-    "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 4]: it adds "
-    "up equal sums of the devices along the mesh axes {}. Two layouts are right, of "
+    "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 4] along "
+    "the mesh axes {}. Two layouts are right, of "
     "images that are whole in space: their rows over all axes, ('batch', 'h', 'w'); or "
     "the channels of kernels and images over the axes without rows."
 )
@@ -163,7 +163,7 @@ def test_channels_that_are_sharded_in_another_way_are_refused(mesh, loss, groups
     state, batch = arguments(loss, groups)
     layouts = dict.fromkeys(("first", "second"), mesh.layout(*rule))
     function = functools.partial(loss, groups=groups)
-    with pytest.raises(ml.errors.StepError, match="XLA would multiply"):
+    with pytest.raises(ml.errors.StepError, match="along the mesh axes"):
         run(function, state, batch, mesh.layout("batch", ...), layouts)
 
 

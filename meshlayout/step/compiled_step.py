@@ -26,11 +26,12 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
+from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
-from meshlayout.step.kernel_gradients import check_kernel_gradients
+from meshlayout.step.kernel_gradients import axes_to_hide
 
 
 P = ParamSpec("P")
@@ -358,13 +359,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
             counts.steps -= num_steps
             try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
-                check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
+                hidden = axes_to_hide(jaxpr.jaxpr, state, (rest, named))
                 if is_compared:
                     facts = functools.partial(self._facts, program.arguments, jaxpr)
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
-            result = self._inner(*args, **kwargs)
+            result = run_without(hidden, lambda: self._inner(*args, **kwargs))
         if self._donates:
             program.shapes |= set(map(jnp.shape, jax.tree.leaves(args[0])))
             result = self._kept(args[0], result, program.layouts)
