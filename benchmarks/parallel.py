@@ -8,9 +8,14 @@ seconds, and of the ratios to the first one within a round.
 
 Besides the maps at the foot of the models, FSDP is compared with two that anyone would
 write first: the first dim of every matrix, and the largest dim that divides.
+
+`--models context` is one sequence of 32,768 tokens on v5e:2x4, by how it is split: what
+a chip sends, the peak of its memory, and a step by the schedule of its program.
 """
 
 import argparse
+import dataclasses
+import functools
 import importlib.util
 import os
 import platform
@@ -28,6 +33,7 @@ os.environ.update(
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 
 import jax
@@ -36,6 +42,8 @@ import optax
 from flax import __version__ as flax_version, nnx
 
 import meshlayout as ml
+from meshlayout import parallel
+from meshlayout.planning import CHIPS, replay
 from models import convnet, mlp, resnet, transformer
 from tests.gpu import create_gpu_mesh
 from tests.tpu import create_slice_mesh
@@ -50,6 +58,16 @@ MESHES = {
     "fsdp+tensor": {"batch": 4, "model": 2},
 }
 STEPS = 4  # in a timed window
+LONG = dataclasses.replace(
+    CONFIG, max_length=32768, features=1024, num_heads=8, mlp_features=4096
+)
+# For the long sequence: a mesh axis over all chips, and what attends.
+WAYS = {
+    "fsdp alone": ("batch", transformer.causal_attention),
+    "tensor": ("model", transformer.causal_attention),
+    "ring": ("seq", parallel.ring_attention),
+    "all-to-all": ("seq", parallel.all_to_all_attention),
+}
 
 
 @dataclass(frozen=True)
@@ -185,10 +203,45 @@ def windows(work: Work, kind: str) -> dict[str, Callable[[], float]]:
     return {name: window(layouts) for name, layouts in maps.items()}
 
 
+def context(way: str) -> list[str]:
+    """Returns megabytes sent, the peak in GiB, and milliseconds of a long step."""
+    axis, attention = WAYS[way]
+    if axis == "seq":
+        attention = functools.partial(attention, axis=axis, causal=True)
+    mesh = create_slice_mesh(**{axis: 8})
+    config = dataclasses.replace(LONG, attention=attention)
+    build = lambda: transformer.Transformer(config, rngs=nnx.Rngs(0))
+    tokens = jax.ShapeDtypeStruct((1, config.max_length), "int32")
+    layouts = ml.LayoutMap(mesh, {"kernel|embedding": (axis, None)})
+    if axis == "model":
+        layouts = parallel.tensor_parallel(mesh, build, tokens)
+    activations = {"residual": (None, "seq", None)} if axis == "seq" else {}
+    step = ml.make_train_step(
+        lambda model, batch: predict_next(model, batch)[0].mean(axis=1),
+        layouts=ml.LayoutMap(mesh, activations),
+        precision="bfloat16",
+        remat="blocks",
+    )
+    state = ml.TrainState.describe(build, optax.adam(1e-3), layouts).abstract
+    # One sequence has no rows to share: fsdp alone computes it on every chip.
+    rows = mesh.layout(None, axis if axis == "seq" else None).sharding
+    try:
+        program = step.compile_for(
+            mesh, state, {"tokens": tokens.update(sharding=rows)}
+        )
+    except ml.errors.StepError as error:
+        return ["", str(error), ""]
+    ms = 1000 * replay(program.compiled.as_text(), CHIPS["v5e"]).total_s
+    sent, peak = program.communication.wire_bytes, program.memory.peak_bytes
+    return [f"{sent / 1e6:.1f}", f"{peak / 2**30:.2f}", f"{ms:.1f}"]
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", choices=WORKS, default=list(WORKS))
+    names = [*WORKS, *["context"] * bool(importlib.util.find_spec("libtpu"))]
+    parser.add_argument("--models", nargs="*", choices=names, default=names)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=0, help="timed windows of each")
     options = parser.parse_args()
     ml.virtual_devices(8)
@@ -198,6 +251,11 @@ def main() -> None:
         f"{platform.python_version()}; megabytes sent by each device in one step"
     )
     for name in options.models:
+        if name == "context":
+            print("\n| context | MB sent | peak GiB | ms |\n|---|---|---|---|")
+            for way in options.ways:
+                print(f"| {' | '.join([way, *context(way)])} |", flush=True)
+            continue
         work = WORKS[name]
         columns = [name, "layouts", *places, *["ms", "ratio"] * bool(options.rounds)]
         print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")

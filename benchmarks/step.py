@@ -4,9 +4,9 @@
 to a hand-written `jax.jit` with NamedShardings, from host batches; with `--placed`, of
 calls alone, with batches that are on the devices already; and the figures of both
 compiled programs. Every way measures loss and accuracy. Each runs in a process of its
-own, set up as its users would, and they take turns, window by window; the figures are
-medians over the windows, and ratios are medians of the ratios within a round. scalax
-and Keras take part where they are installed (`pip install scalax keras`).
+own, on devices that `ml.virtual_devices` makes, and they take turns, window by window;
+the figures are medians over the windows, and ratios are medians of the ratios within a
+round. scalax and Keras take part where they are installed (`pip install scalax keras`).
 """
 
 import argparse

@@ -222,14 +222,13 @@ class Contest:
             metrics={"accuracy": self.accuracy()},
             **options,
         )
-        held, rows = [self.state()], self.layouts().mesh.layout("batch", ...)
-        self.put_batches(rows.with_rank(1).sharding)
+        held = [self.state()]
+        self.put_batches(self.shardings()[1])
         per_call = options.get("steps_per_call", 1)
 
         def window() -> None:
             state, metrics, waiting = held[0], None, []
-            for host_batch in self.batches:
-                batch = host_batch if self.is_placed else ml.relayout(host_batch, rows)
+            for batch in self.batches:  # the step shards those from the host
                 if per_call == 1:
                     state, metrics = step(state, batch, metrics)
                     continue
@@ -345,14 +344,6 @@ class Contest:
         return window
 
 
-def prepare_devices(way: str, num_devices: int) -> None:
-    """Makes the virtual devices as a user of that way would."""
-    if way.startswith(("make_train_step", "Trainer")):
-        ml.virtual_devices(num_devices)
-    else:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-
-
 def main() -> None:
     """Runs a window for each line of standard input."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -361,7 +352,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--placed", action="store_true")
     options = parser.parse_args()
-    prepare_devices(options.way, options.devices)
+    # For all: with JAX's own threads, queued collectives can wait for one another.
+    ml.virtual_devices(options.devices)
     contest = Contest(WORKS[options.model], options.devices, placed=options.placed)
     window = contest.ways()[options.way]()
     window()

@@ -1,19 +1,87 @@
 """`python -m meshlayout`: plan, doctor, launch and inspect as one command."""
 
-import importlib
+import argparse
+import json
+import runpy
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import meshlayout as ml
+from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.launch import main as launch
 
 
-def main() -> int:
-    """Runs a sub-command; `launch` loads neither JAX nor NumPy."""
-    is_launch = sys.argv[1:2] == ["launch"]
-    module = "launch" if is_launch else "planning.command_line"
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a sub-command; returns its exit status, 1 where something is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["launch"]:  # it loads neither JAX nor NumPy
+        return launch(arguments[1:])
+    parser = argparse.ArgumentParser(prog="meshlayout")
+    parsers = parser.add_subparsers(dest="run", required=True)
+    parsers.add_parser("launch", help="start several processes on this machine")
+
+    def command(name: str, text: str) -> Any:
+        sub = parsers.add_parser(name, help=text, description=text)
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        return sub.add_argument
+
+    add = command("plan", "rank meshes and layouts for a slice or GPUs")
+    text = "module:function or file.py:function, which returns a dict of the arguments "
+    add("problem", help=f"{text}of ml.plan: build, loss_fn, batch ...")
+    add("--topology", action="append", help="as v5e:4x4; several are compared")
+    add("--budget-s", type=float, help="for how long compilations may be started")
+    add("--workers", type=int, help="how many compilations go at once")
+    add = command("doctor", "say what is set wrong on this machine")
+    add("--needs", default="", help="extras that must be installed: data,checkpoint")
+    add = command("inspect", "print what a checkpoint holds")
+    add("checkpoint", help="a checkpointer's directory")
+    add("--step", type=int, help="the latest by default")
+    options = vars(parser.parse_args(arguments))
+    name, is_json = options.pop("run"), options.pop("json")
     try:
-        commands = importlib.import_module(f"meshlayout.{module}")
+        import_module("meshlayout.planning")
     except (ImportError, RuntimeError) as error:  # as JAX with another jaxlib
-        sys.stderr.write(f"meshlayout cannot start: {error}\n")
-        return 1
-    return commands.main(sys.argv[1 + is_launch :])
+        sys.exit(f"meshlayout cannot start: {error}")
+    try:
+        if name == "doctor":
+            report = ml.doctor(needs=[x for x in options["needs"].split(",") if x])
+            failed, facts = report.wrong, report.to_dict()
+        elif name == "plan":
+            report = ml.plan(**_problem(**options))
+            failed, facts = not (report.fits or report.changes), report.to_dict()
+        else:
+            with ml.Checkpointer(options["checkpoint"]) as checkpointer:
+                step = "latest" if options["step"] is None else options["step"]
+                report = checkpointer.inspect(step)
+                failed, steps = False, checkpointer.all_steps()
+            facts = {"steps": steps, **vars(report)}
+            report = f"steps: {', '.join(map(str, steps))}\n{report!r}"
+    except MeshLayoutError as error:
+        sys.exit(f"meshlayout {name}: {error}")
+    if is_json:  # which has neither infinity nor NaN
+        text = json.dumps(facts, default=str)
+        report = json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
+    sys.stdout.write(f"{report}\n")
+    return int(bool(failed))
+
+
+def _problem(problem: str, **options: Any) -> dict[str, Any]:
+    """Returns the arguments of `plan` that a user's function gives, and options."""
+    name, _, function = problem.rpartition(":")
+    sys.path.insert(0, "")  # as `python -m` does; the console script does not
+    try:
+        is_file = name.endswith(".py")
+        values = runpy.run_path(name) if is_file else vars(import_module(name))
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+        msg = f"{problem!r} is not module:function or file.py:function"
+        raise MeshLayoutError(f"{msg}: {error}.") from error
+    if function not in values:
+        hint = did_you_mean(function, values)
+        raise MeshLayoutError(f"{name} has no {function!r}.{hint}")
+    given = {name: value for name, value in options.items() if value is not None}
+    return dict(values[function]()) | given
 
 
 if __name__ == "__main__":

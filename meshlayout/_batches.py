@@ -7,6 +7,7 @@ library itself put into a batch are remembered by weak reference, so that a step
 looks for them elsewhere refuses the batch instead of counting padding as examples.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout._annotations import Batch, Leaf
 from meshlayout.errors import StepError
 from meshlayout.layout import Layout
@@ -151,11 +152,10 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
         if -len(batch) <= key < len(items):
             items[key] = weights
             return type(record)(*items) if is_record else type(batch)(items)
-    msg = (
-        f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
-        "arrays; or a tuple, with weights= its length."
+    msg = f"a {type(batch).__name__} has no place for weights={key!r}."
+    raise StepError(
+        f"{msg} Give a dict of arrays; or a tuple, with weights= its length."
     )
-    raise StepError(msg)
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
@@ -232,3 +232,15 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
 def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch that the library made."""
     return leaf is not None and marked_weights.get(id(leaf)) is leaf
+
+
+def noted_batch(where: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Adds to an error which batch it is of, and the arrays in that."""
+
+    def note() -> str:
+        def kind(leaf: Leaf) -> str:
+            return f"{getattr(leaf, 'dtype', 'a number')}{[*np.shape(leaf)]}"
+
+        return f"{where}, {jax.tree.map(kind, batch)}".replace("'", "")
+
+    return _checks.noted(note)

@@ -27,11 +27,9 @@ def plain_array(
     """
     nodes = jax.tree.leaves(value, is_leaf=lambda x: not isinstance(x, (list, tuple)))
     if any(isinstance(node, np.ma.MaskedArray) for node in nodes):
-        msg = (
-            f"{where} is a masked array, and JAX would lose its mask. Fill it with "
-            "x.filled(value), and pass the mask as a separate array if it matters."
-        )
-        raise error(msg)
+        msg = f"{where} is a masked array, and JAX would lose its mask. Fill it with"
+        hint = "x.filled(value), and pass the mask as a separate array if it matters."
+        raise error(f"{msg} {hint}")
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as problem:
@@ -58,9 +56,7 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     low, high = int(array.min()), int(array.max())
     limits = np.iinfo(dtype)
     if low < limits.min or high > limits.max:
-        msg = (
-            f"{where} holds {high if high > limits.max else low}, and JAX would turn "
-            f"{array.dtype} into {dtype}. Set jax_enable_x64, or give it another dtype."
-        )
-        raise LayoutError(msg)
+        msg = f"{where} holds {high if high > limits.max else low}, and JAX would turn"
+        hint = "Set jax_enable_x64, or give it another dtype."
+        raise LayoutError(f"{msg} {array.dtype} into {dtype}. {hint}")
     return array

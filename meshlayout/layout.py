@@ -353,10 +353,8 @@ class Layout:
     def _known(self) -> tuple[DimSpec, ...]:
         """Returns the entries, or raises LayoutError if one of them is MATCH."""
         if MATCH in self.specs:
-            msg = (
-                f"{self!r} holds MATCH, which stands for the layout of an array; only "
-            )
-            raise LayoutError(f"{msg}relayout(x, layout) can fill it in.")
+            msg = f"{self!r} holds MATCH, which stands for the layout of an array."
+            raise LayoutError(f"{msg} Only relayout(x, layout) can fill it in.")
         return self.specs
 
     def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, DimSpec]]:
@@ -435,11 +433,8 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
     if is_sequence and all(isinstance(axis, str) for axis in entry):
         # The canonical form, for which layouts that mean the same are equal.
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    msg = (
-        f"entry {dim} is {_checks.shown(entry)}; an entry must be a mesh axis name, a "
-        "tuple of names, UNSHARDED (None), MATCH or `...`."
-    )
-    raise LayoutError(msg)
+    kinds = "a mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`"
+    raise LayoutError(f"entry {dim} must be {kinds}, got {_checks.shown(entry)}.")
 
 
 def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:

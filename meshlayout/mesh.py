@@ -77,11 +77,8 @@ class Mesh:
             if not isinstance(name, str) or not re.fullmatch(
                 r"\s*[^\s,=|][^,=|]*", name
             ):
-                msg = (
-                    f"axis name {shown(name)} is not a string, is empty, or contains "
-                    "one of , = |. Use a name such as 'batch'."
-                )
-                raise MeshError(msg)
+                msg = f"axis name {shown(name)} must be a string without any of , = |."
+                raise MeshError(f"{msg} Use a name such as 'batch'.")
         _jax.check_joined("Mesh")
         shape = MappingProxyType(dict(mesh.shape))
         self.__dict__.update(jax_mesh=mesh, shape=shape)
@@ -140,11 +137,8 @@ class Mesh:
         devices = [*self.devices.flat]
         index = devices.index(device) if device in devices else device
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.size:
-            msg = (
-                f"{shown(device)} is not a device of {self!r}, whose devices are "
-                f"{self._devices_text()}, nor the index of one."
-            )
-            raise MeshError(msg)
+            msg = f"{shown(device)} is not a device of {self!r}, nor the index of one."
+            raise MeshError(f"{msg} Its devices are {self._devices_text()}.")
         return tuple(map(int, np.unravel_index(index, self.devices.shape)))
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
@@ -299,12 +293,9 @@ def create_mesh(
         Mesh(replica=2, fsdp=4)
     """
     if axes is not None and axis_sizes:
-        msg = (
-            "give the axes once: as the first argument or as keywords "
-            f"({', '.join(axis_sizes)}), not both. Options are devices, dcn and "
-            "axis_types."
-        )
-        raise MeshError(msg)
+        names = ", ".join(axis_sizes)
+        msg = f"give the axes once: as the first argument or as keywords ({names})."
+        raise MeshError(f"{msg} Options are devices, dcn and axis_types.")
     _jax.check_joined("create_mesh")
     members = jax.devices() if devices is None else parse_devices(devices)
     axes = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)
@@ -354,12 +345,12 @@ def _fill_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     fitting[next(iter(axes))] = num_left
     need = f"a multiple of {fixed}" if is_open else str(fixed)
     subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+    are = f"there {'is' if count == 1 else 'are'} {count}"
     msg = (
-        f"mesh ({sizes_text(axes)}) needs {need} devices, but there "
-        f"{'is' if count == 1 else 'are'} {count}. A shape that fits: "
-        f"({sizes_text(fitting)}){subset * (not is_open and fixed < count)}."
+        f"mesh ({sizes_text(axes)}) needs {need} devices, but {are}. A shape that fits:"
     )
-    raise MeshError(msg)
+    subset *= not is_open and fixed < count
+    raise MeshError(f"{msg} ({sizes_text(fitting)}){subset}.")
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -373,11 +364,8 @@ def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType
     by_name |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
     kinds = [by_name.get(x.lower() if isinstance(x, str) else x) for x in names]
     if len(kinds) != count or None in kinds:
-        msg = (
-            f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
-            "with one of them for each axis."
-        )
-        raise MeshError(msg)
+        msg = f"axis_types={types!r} must be 'auto', 'explicit' or 'manual'."
+        raise MeshError(f"{msg} Or give a list, with one of them for each axis.")
     return tuple(kinds)
 
 
@@ -391,11 +379,8 @@ def parse_devices(devices: Any) -> list[Any]:
         elif hasattr(device, "platform"):  # also described ones, of other classes
             parsed.append(device)
         else:
-            msg = (
-                f"{shown(device)} is not a device; give those of jax.devices(), or "
-                "text of the form PLATFORM:ID, as in 'CPU:3'."
-            )
-            raise MeshError(msg)
+            hint = "Give those of jax.devices(), or texts such as 'CPU:3'."
+            raise MeshError(f"{shown(device)} is not a device. {hint}")
     return parsed
 
 

@@ -105,11 +105,23 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
     assert calls == [("on_fit_start",), *whole, ("on_fit_end",), ("close",)]
 
 
+def run_with(**methods):
+    Scripted(1.0).run(type("Own", (ml.callbacks.Callback,), methods)())
+
+
 WRONG = {
     "EarlyStopping('accuracy'): say mode='max' if higher values are better, or "
     "mode='min'.": lambda: ml.callbacks.EarlyStopping("accuracy"),
-    "fit: callbacks must be a list of instances of ml.callbacks.Callback, and has the "
-    "class StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
+    "fit: callbacks must be a list of instances of ml.callbacks.Callback, got the class "
+    "StopOnNaN.": lambda: Scripted(1.0).run(ml.callbacks.StopOnNaN),
+    "fit never calls Own.on_train_begin. The methods of a callback are on_fit_start, "
+    "on_epoch_start, on_step_end, on_validation_start, on_epoch_end, on_fit_end.": (
+        lambda: run_with(on_train_begin=lambda self: None)
+    ),
+    "Own.on_epoch_end is called as Own.on_epoch_end(trainer, epoch, logs), but takes "
+    "(epoch, logs).": lambda: run_with(
+        on_epoch_end=lambda self, epoch, logs=None: None
+    ),
     "EarlyStopping: mode must be 'min' or 'max', got 'least'.": (
         lambda: ml.callbacks.EarlyStopping(mode="least")
     ),
@@ -141,6 +153,16 @@ def test_a_value_to_watch_that_is_not_there_is_named(kind):
     )
     with pytest.raises(KeyError, match=re.escape(words)):
         Scripted(1.0).run(getattr(ml.callbacks, kind)("val_loss"))
+
+
+def test_a_fit_that_does_not_validate_any_more_says_so(state):
+    trainer, callback = ml.Trainer(state, loss_fn), ml.callbacks.EarlyStopping()
+    fit(trainer, callback, validation_data=batches(1))
+    assert message_of(lambda: fit(trainer, callback)) == (
+        "'val_loss' needs validation data again."
+    )
+    with pytest.raises(KeyError, match="the history has no -1, only 'loss', "):
+        trainer.history[-1]
 
 
 # Progress.
@@ -219,7 +241,9 @@ def test_a_resumed_epoch_counts_its_own_examples(monkeypatch):
 def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     Scripted(1.0, math.nan, math.nan).run()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the loss of epoch 2 is NaN, and training continues.")
+    assert said.startswith(
+        "the loss of epoch 2 is NaN, as NaN in the data makes it, or "
+    )
     assert "ml.callbacks.StopOnNaN()" in said
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())

@@ -293,14 +293,14 @@ def test_another_memory_is_part_of_the_layout():
 
 # Bad inputs, with what is said about them.
 
-ENTRY = "an entry must be a mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
+KINDS = "a mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`"
 OPEN = "Layout([batch, ..., model], Mesh(batch=2, model=4))"
 MATCHING = "Layout([MATCH], Mesh(batch=2, model=4))"
 BAD = {
     "Layout('batch', MESH)": "specs must be a list, a tuple or a PartitionSpec with one "
     "entry per dim, got 'batch'.",
-    "MESH.layout((1,))": f"entry 0 is (1,); {ENTRY}",
-    "MESH.layout({'a': 1})": f"entry 0 is {{'a': 1}}; {ENTRY}",
+    "MESH.layout((1,))": f"entry 0 must be {KINDS}, got (1,).",
+    "MESH.layout({'a': 1})": f"entry 0 must be {KINDS}, got {{'a': 1}}.",
     "MESH.layout(..., 'batch', ...)": "[..., batch, ...] has `...` twice; one stands for "
     "all other dims.",
     "MESH.layout('modle')": "mesh axis 'modle' of [modle] is not in Mesh(batch=2, "
@@ -317,7 +317,7 @@ BAD = {
     "MESH.layout('batch', ..., 'model').spec": f"{OPEN} has `...` before its end, which a "
     "PartitionSpec cannot express; use layout.with_rank(n) first.",
     "MESH.layout(MATCH).num_shards(0)": f"{MATCHING} holds MATCH, which stands for the "
-    "layout of an array; only relayout(x, layout) can fill it in.",
+    "layout of an array. Only relayout(x, layout) can fill it in.",
     "MESH.layout('batch', memory_kind='pined_host')": "memory_kind must be 'device', "
     "'pinned_host' or 'unpinned_host', got 'pined_host'. Did you mean 'pinned_host'?",
     "Layout.of(np.ones(3))": "ndarray has no layout: it has no NamedSharding. Place the "

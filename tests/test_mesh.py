@@ -320,22 +320,22 @@ BAD = {
     "are 8. A shape that fits: (batch=2, model=4).",
     "create_mesh(batch=3, model=-1)": "mesh (batch=3, model=-1) needs a multiple of 3 "
     "devices, but there are 8. A shape that fits: (batch=8, model=1).",
-    "create_mesh({'a,b': 8})": "axis name 'a,b' is not a string, is empty, or contains "
-    "one of , = |. Use a name such as 'batch'.",
+    "create_mesh({'a,b': 8})": "axis name 'a,b' must be a string without any of , = |. "
+    "Use a name such as 'batch'.",
     "create_mesh({'batch': 8}, model=2)": "give the axes once: as the first argument or "
-    "as keywords (model), not both. Options are devices, dcn and axis_types.",
+    "as keywords (model). Options are devices, dcn and axis_types.",
     "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
     "only cpu:0-7.",
-    "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device; give those of "
-    "jax.devices(), or text of the form PLATFORM:ID, as in 'CPU:3'.",
+    "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give those of "
+    "jax.devices(), or texts such as 'CPU:3'.",
     "create_mesh(batch=8, axis_types='explict')": "axis_types='explict' must be 'auto', "
-    "'explicit' or 'manual', or a list with one of them for each axis.",
+    "'explicit' or 'manual'. Or give a list, with one of them for each axis.",
     "create_mesh(replica=8, dcn='replicas')": "dcn names the axis 'replicas', which the "
     "mesh lacks. Did you mean 'replica'?",
     "MESH.axis_size('modle')": "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean "
     "'model'?",
-    "MESH.coords(8)": "8 is not a device of Mesh(batch=2, model=4), whose devices are "
-    "cpu:0-7, nor the index of one.",
+    "MESH.coords(8)": "8 is not a device of Mesh(batch=2, model=4), nor the index of "
+    "one. Its devices are cpu:0-7.",
     "Mesh.from_string('||')": "'||' is not a mesh; such text comes from mesh.to_string().",
     "as_mesh({'batch': 8})": "expected a Mesh or a jax.sharding.Mesh with devices, got "
     "{'batch': 8}. Make one with create_mesh({'batch': 8}).",

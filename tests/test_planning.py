@@ -1,10 +1,12 @@
 """Programs ahead of time, the doctor and the command line."""
 
-import dataclasses
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -13,7 +15,8 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout.planning import checkup, chips, command_line
+from meshlayout import __main__ as command_line
+from meshlayout.planning import checkup, chips
 from tests.processes import run_processes
 
 
@@ -152,8 +155,8 @@ def test_another_program_is_an_error_that_says_what_differs(tmp_path, monkeypatc
         assert words in str(caught.value)
         assert not given.step.is_deleted()
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "__version__", "0.1.0")
-        with pytest.raises(ml.errors.StepError, match=r"jax 0\.1\.0\. Save it"):
+        patch.setattr(jax.version, "__version__", "0.1.0")
+        with pytest.raises(ml.errors.StepError, match=r"jax: +0\.1\.0\. Save it"):
             step.load_compiled(path)
     content = path.read_bytes()
     for damaged in (
@@ -207,6 +210,15 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
 
 
+def test_what_is_looked_at_twice_is_traced_once_for_a_slice_too():
+    pytest.importorskip("libtpu")
+    devices = ml.planning.describe_devices("v5e:2x4")  # of two hosts
+    layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 8}, devices=devices))
+    state = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
+    step, batch = ml.make_train_step(squares), jax.eval_shape(lambda: BATCH)
+    assert step.trace(state, batch).jaxpr is step.trace(state, batch).jaxpr
+
+
 def test_a_target_gets_layout_maps_and_lists_of_batches():
     def loss_fn(model, batch):
         hidden = ml.constrain(model(batch["x"]), "hidden")
@@ -241,41 +253,76 @@ def test_a_program_that_does_not_fit_says_by_how_much():
 # The doctor.
 
 
-JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
-PINS = {"jaxlib": "<=0.10.2,>=0.10.1", "jax-cuda12-plugin": "<=0.10.2,>=0.10.2"}
-HERE = {"cache": "/c", "data": "/d", "cores": 2, "pins": PINS}
-WELL = checkup.Checkup(JAX, {}, "cpu", ["cpu"], **HERE)
+def machine(monkeypatch, *, devices=("cpu",), hardware=(), versions=(), **variables):
+    """Makes JAX, the packages and the environment those of another machine."""
+    requires = {
+        "jax": [
+            *("jaxlib<=0.10.2,>=0.10.1", "jaxlib==0.9.0; extra == 'old'"),
+            "jax-cuda12-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == 'cuda'",
+            "libtpu==0.0.42.*; extra == 'tpu'",
+        ],
+        "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2"],
+        "meshlayout": [
+            *("ray[train]>=2; extra == 'ray'", "cloudpickle>=3; extra == 'ray'"),
+            "jax[tpu]; extra == 'tpu'",
+        ],
+    }
+    versions = {"meshlayout": "1", "jax": "0.10.2", "jaxlib": "0.10.2"} | dict(versions)
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def local_devices():
+        if not devices:
+            raise RuntimeError("none.")
+        return [
+            types.SimpleNamespace(platform=x, device_kind=x, memory_stats=dict)
+            for x in devices
+        ]
+
+    monkeypatch.setattr(checkup.metadata, "version", version)
+    monkeypatch.setattr(checkup.metadata, "requires", requires.get)
+    monkeypatch.setattr(checkup.jax, "local_devices", local_devices)
+    monkeypatch.setattr(checkup._jax, "visible_accelerators", lambda: [*hardware])
+    monkeypatch.setattr(checkup.os, "cpu_count", lambda: 2)
+    names = "NPROC XLA_FLAGS JAX_NUM_CPU_DEVICES https_proxy no_proxy JAX_PLATFORMS"
+    unset = dict.fromkeys(names.split(), "") | {"TFDS_DATA_DIR": "/"}
+    for name, value in (unset | variables).items():
+        monkeypatch.setenv(name, value)
+
+
 PROXY = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "https_proxy": "http://proxy:3128"}
-GPU = {"hardware": ["gpu"], "versions": JAX | {"jax-cuda13-plugin": "0.10.2"}}
-PJRT = {
-    "versions": JAX | {"jax-cuda13-pjrt": "0.10.1"},
-    "pins": {"jax-cuda13-pjrt": "==0.10.2"},
-}
-TPU = {"versions": JAX | {"libtpu": "0.0.5.1"}, "pins": {"libtpu": "==0.0.42.*"}}
-DEAD = {"platform": "", "devices": [], "failure": "none."}
+GPU = {"hardware": ["gpu"], "versions": {"jax-cuda13-plugin": "0.10.2"}}
+PJRT = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.1"}
 
 
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
-        ("pip install 'jax==0.10.2'", {"versions": JAX | {"jaxlib": "0.9.0"}}),
-        ("jaxlib 0.10.3 do not fit", {"versions": JAX | {"jaxlib": "0.10.3"}}),
-        ("jax[cuda12]==0.10.2'", {"versions": JAX | {"jax-cuda12-plugin": "0.8.1"}}),
-        ("pjrt==0.10.2; pip install 'jax[cuda13]", PJRT),
-        ("it takes libtpu==0.0.42.*; pip install 'jax[tpu]==0.10.2'", TPU),
-        ("JAX_PLATFORMS=cpu asks", GPU | {"environment": {"JAX_PLATFORMS": "cpu"}}),
-        ("DEVICES hides", GPU | {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
+        ("pip install 'jaxlib<=0.10.2,>=0.10.1'", {"versions": {"jaxlib": "0.9.0"}}),
+        ("jaxlib 0.10.3 do not fit", {"versions": {"jaxlib": "0.10.3"}}),
+        ("plugin 0.8.1 do not", {"versions": {"jax-cuda12-plugin": "0.8.1"}}),
+        ("pip install 'jax-cuda13-pjrt==0.10.2'", {"versions": PJRT}),
+        ("pip install 'libtpu==0.0.42.*'", {"versions": {"libtpu": "0.0.5.1"}}),
+        ("JAX_PLATFORMS=cpu asks", GPU | {"JAX_PLATFORMS": "cpu"}),
+        ("DEVICES hides", GPU | {"CUDA_VISIBLE_DEVICES": ""}),
         ("this machine has a GPU, but JAX uses the CPU; another process", GPU),
         ("has no plugin: pip install 'jax[tpu]==0.10.2'", {"hardware": ["tpu"]}),
-        ("JAX starts no devices (none); look at what", DEAD),
-        ("8 virtual devices came too late", {"asked_devices": 8}),
+        ("JAX starts no devices (none); JAX_PLATFORMS=''", {"devices": ()}),
+        ("8 virtual devices came too late", {"JAX_NUM_CPU_DEVICES": "8"}),
+        ("2 virtual", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
         ("set NPROC=16 before JAX starts", {"devices": ["cpu"] * 8}),
-        ("add 10.0.0.1 to no_proxy", {"environment": PROXY}),
-        ("pip install 'meshlayout[checkpoint]'", {"needs": ["checkpoint"]}),
+        ("add 10.0.0.1 to no_proxy", PROXY | {"no_proxy": "10.0.0.10"}),
+        ("'meshlayout[ray] @ ", {"needs": "ray", "versions": {"cloudpickle": "3"}}),
+        ("libtpu is not installed", {"needs": "tpu"}),
     ],
 )
-def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
-    [sentence] = dataclasses.replace(WELL, **changes).wrong
+def test_what_is_wrong_is_said_with_what_mends_it(words, changes, monkeypatch):
+    needs = changes.get("needs", ())
+    machine(monkeypatch, **{k: x for k, x in changes.items() if k != "needs"})
+    [sentence] = ml.doctor(needs=needs).wrong
     assert words in sentence
     assert sentence.endswith(".")
 
@@ -283,24 +330,28 @@ def test_what_is_wrong_is_said_with_what_mends_it(words, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        TPU | {"pins": {"libtpu": "==0.0.5.*"}},
-        {"versions": JAX | {"jaxlib": "0.10.1"}},
-        {"platform": "gpu", "hardware": ["gpu"]},
-        {"devices": ["cpu"] * 8, "asked_devices": 8, "environment": {"NPROC": "16"}},
-        {"environment": PROXY | {"no_proxy": "localhost, 10.0.0.1"}},
-        {"environment": {"https_proxy": "http://proxy:3128"}},
-        {"needs": ["ray"], "versions": JAX | {"ray": "2", "cloudpickle": "3"}},
+        {"versions": {"jaxlib": "0.10.1", "libtpu": "0.0.42.1"}},
+        {"devices": ["gpu"], **GPU},
+        {"devices": ["cpu"] * 8, "JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"},
+        PROXY | {"no_proxy": "localhost, 10.0.0.1"},
+        {"https_proxy": "http://proxy:3128"},
     ],
 )
-def test_nothing_is_wrong_with_a_machine_that_works(changes):
-    machine = dataclasses.replace(WELL, **changes)
-    assert (machine.wrong, machine.advice) == ([], [])
+def test_nothing_is_wrong_with_a_machine_that_works(changes, monkeypatch):
+    machine(monkeypatch, **changes)
+    result = ml.doctor()
+    assert (result.wrong, result.advice) == ([], [])
+    assert "Nothing is wrong." in str(result)
 
 
-def test_what_could_be_better_is_advice():
-    slow = {"cache": "", "data": "", "environment": {"NPROC": "64"}}
-    advice = dataclasses.replace(WELL, **slow).advice
+def test_what_could_be_better_is_advice(monkeypatch):
+    machine(monkeypatch, NPROC="64", TFDS_DATA_DIR="/none")
+    was_on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        advice = ml.doctor().advice
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_on)
     for line, name in zip(advice, ("NPROC", "JAX_COMP", "TFDS_DATA"), strict=True):
         assert name in line
 
@@ -325,15 +376,13 @@ def run(*arguments, **variables):
 
 
 def test_the_doctor_ends_with_1_where_something_is_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "doctor", lambda needs: WELL)
-    assert command_line.main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["wrong"] == []
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "64")
-    assert any("64 virtual devices came too late" in x for x in ml.doctor().wrong)
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    with monkeypatch.context() as patch:
+        machine(patch)
+        assert command_line.main(["doctor", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["wrong"] == []
     status, text = run("doctor", JAX_PLATFORMS="cuda")
     assert status == 1
-    assert "asked for by JAX_PLATFORMS=cuda: unset it" in text
+    assert "JAX_PLATFORMS='cuda': unset it" in text
 
 
 def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
@@ -353,7 +402,8 @@ def test_inspect_prints_steps_sizes_layouts_and_the_tree(tmp_path, capsys):
     assert facts["arrays"]["params/kernel"].startswith("f32[4, 2]")
     assert facts["metrics"] == {"loss": None}
     for wrong_place in ([*inspect, "--step=3"], [f"{inspect[1]}/none"]):
-        assert command_line.main(["inspect", *wrong_place[-2:]]) == 1
+        with pytest.raises(SystemExit, match="meshlayout inspect: "):
+            command_line.main(["inspect", *wrong_place[-2:]])
     assert not (tmp_path / "run" / "none").exists()
 
 
@@ -381,8 +431,8 @@ def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypa
         ("mine", "'mine' is not module:function or file.py:function: "),
         ("none.py:problem", "'none.py:problem' is not module:function"),
     ]:
-        assert command_line.main(["plan", text]) == 1
-        assert words in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            command_line.main(["plan", text])
 
 
 def test_launch_is_a_sub_command_that_loads_no_jax(tmp_path):

@@ -142,6 +142,24 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert steps == found[-1] - saved < found[-1]
 
 
+@pytest.mark.parametrize(
+    "options", [{"ema": 0.9}, {"on_nonfinite": "skip"}, {"precision": "float16"}]
+)
+def test_a_loop_of_ones_own_resumes_what_the_step_keeps(options, mesh, tmp_path):
+    step = ml.make_train_step(loss_fn, **options)
+    first, second, *_ = host_batches()
+    state, _ = step(create_state(mesh), first)
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, state)
+        state, _ = step(state, second)
+        with pytest.raises(ml.errors.RestoreDiffError, match=r"train_step\.prepare"):
+            ck.resume(create_state(mesh))
+        resumed = ck.resume(step.prepare(create_state(mesh)))
+    resumed, _ = step(resumed, second)
+    assert resumed.extra
+    assert bits(resumed) == bits(state)
+
+
 def test_a_run_begins_ends_and_is_restored_alone(mesh, tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
         begun, _ = fit(mesh, ck, every="epoch", resume=True)

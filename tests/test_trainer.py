@@ -80,13 +80,32 @@ def numpy_epochs(state, batches, epochs, rate=0.05):
 # Training.
 
 
-def test_fit_is_gradient_descent_on_the_real_examples(mesh):
-    state = create_state(mesh)
-    batches = cut(examples(22), 8)  # the last one has 6
+def pair_loss(model, batch):
+    x, y = batch
+    return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
+
+
+def weighted_pair_loss(model, batch):
+    return pair_loss(model, batch[:2])
+
+
+@pytest.mark.parametrize("kind", ["batches", "tuples", "dict", "tuple", "labels"])
+def test_fit_is_gradient_descent_on_the_real_examples(mesh, kind):
+    data, state = examples(22), create_state(mesh)
+    batches, pair = cut(data, 8), (data["x"], data["y"])  # the last one has 6
     w, b, losses = numpy_epochs(state, batches, epochs=3)
-    # A second program would be an error: the one for 8 rows serves all.
-    trainer = ml.Trainer(state, loss_fn, on_recompile="error")
-    history = quiet_fit(trainer, batches, epochs=3)
+    tuples = [(one["x"], one["y"]) for one in batches]
+    every = {"batches": [batches], "tuples": [tuples], "dict": [data], "tuple": [pair]}
+    arrays, is_cut = every.get(kind, pair), kind in ("batches", "tuples")
+    # A second program would be an error: the one for 8 rows serves all. Weights of
+    # tuples are in the place that is named.
+    options = {"on_recompile": "error"} if is_cut else {}
+    options |= {"weights": 2} if kind == "tuples" else {}
+    size = {} if is_cut else {"batch_size": 8, "shuffle": None}
+    losses_of = {"batches": loss_fn, "dict": loss_fn, "tuples": weighted_pair_loss}
+    trainer = ml.Trainer(state, losses_of.get(kind, pair_loss), **options)
+    more = {**size, "validation_data": pair if len(arrays) == 2 else arrays[0]}
+    history = quiet_fit(trainer, *arrays, epochs=3, **more)
     params = params_of(trainer.state)
     # float32 against float64 over nine steps
     np.testing.assert_allclose(params["kernel"][:, 0], w, atol=1e-5)
@@ -94,6 +113,10 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh):
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
     assert history.epochs == [1, 2, 3]
     assert history is trainer.history
+    for sizes in ({},) if is_cut else ({"batch_size": 8}, {"batch_size": 4}):
+        # With 4 rows it is another program, of which nobody is warned.
+        measured = trainer.evaluate(*arrays, **sizes)["loss"]
+        np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
 
 
 def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
@@ -153,19 +176,6 @@ def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
     assert [record.getMessage() for record in caplog.records].count(said) == 1
 
 
-def test_tuples_carry_weights_in_the_place_that_is_named(mesh):
-    def tuple_loss(model, batch):
-        x, y, _ = batch
-        return loss_fn(model, {"x": x, "y": y})
-
-    data = cut(examples(14), 8)
-    state = create_state(mesh)
-    _, _, (loss,) = numpy_epochs(state, data, epochs=1)
-    trainer = ml.Trainer(state, tuple_loss, weights=2)
-    history = quiet_fit(trainer, [(one["x"], one["y"]) for one in data])
-    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("axes", "expected"),
     [
@@ -217,6 +227,69 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
 # Data.
 
 
+class Rows:
+    """Examples by index, as PyTorch's datasets have them."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data["x"])
+
+    def __getitem__(self, index):
+        # Slices never raise IndexError: only `__len__` says where it ends.
+        return {name: rows[index] for name, rows in self.data.items()}
+
+
+class Batches(Rows):
+    """Batches by index, as `keras.utils.Sequence`s have them."""
+
+    def __init__(self, data=None):
+        super().__init__(data or examples(20))
+
+    def __len__(self):
+        return super().__len__() // 8
+
+    def __getitem__(self, index):
+        return super().__getitem__(slice(8 * index, 8 * index + 8))
+
+
+def test_examples_and_batches_by_index_are_those_of_arrays(mesh):
+    data = examples(24)
+    losses = [
+        quiet_fit(ml.Trainer(create_state(mesh), loss_fn), source, epochs=2, **options)[
+            "loss"
+        ]
+        for source, options in (
+            (data, {"batch_size": 8, "shuffle": None, "validation_data": Rows(data)}),
+            (Rows(data), {"batch_size": 8, "shuffle": None}),
+            (
+                [*map(Rows(data).__getitem__, range(24))],
+                {"batch_size": 8, "shuffle": None},
+            ),
+            (Batches(data), {"validation_data": Batches(data)}),
+        )
+    ]
+    assert losses[1:] == losses[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "weighted"),
+    [("weights", "weights"), ("sample_weight", "sample_weight"), ("weight", None)],
+)
+def test_weights_under_another_name_are_told_of(name, weighted, mesh, caplog):
+    data = {**examples(16), name: np.ones(16, "float32")}
+    for source, options in ((data, {"batch_size": 8}), (cut(data, 8), {})):
+        caplog.clear()
+        trainer = ml.Trainer(create_state(mesh), loss_fn)
+        quiet_fit(trainer, source, 2, **options)
+        texts = [x.getMessage() for x in caplog.records if "weight the ex" in x.msg]
+        assert texts == [
+            f"the data's entry {weighted!r} does not weight the examples. If it is to, "
+            f"give Trainer weights={weighted!r}."
+        ] * bool(weighted)
+
+
 class Counted(ml.Trainer):
     """Counts instead of training, and keeps what it saw."""
 
@@ -234,26 +307,29 @@ def numbered(*numbers):
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "seen"),
+    ("data", "epochs", "steps", "seen", "num_epochs"),
     [
-        (numbered(1, 2), {}, [1, 2, 1, 2]),
-        (lambda: iter(numbered(1, 2)), {}, [1, 2, 1, 2]),
-        (numbered(1, 2, 3), {"steps_per_epoch": 2}, [1, 2, 3, 1]),
-        (
-            iter(numbered(*range(9))),
-            {"steps_per_epoch": 3},
-            [0, 1, 2, 3, 4, 5, 6, 7, 8],
-        ),
+        (numbered(1, 2), 2, None, [1, 2, 1, 2], 2),
+        (lambda: iter(numbered(1, 2)), 2, None, [1, 2, 1, 2], 2),
+        (numbered(1, 2, 3), 2, 2, [1, 2, 3, 1], 2),
+        (iter(numbered(*range(9))), 2, 3, [*range(6)], 2),
+        # An iterator that ends, ends training.
+        (iter(numbered(1, 2, 3, 4)), 9, 3, [1, 2, 3, 4], 2),
+        (iter(numbered(1, 2, 3, 4)), 9, 4, [1, 2, 3, 4], 1),
     ],
-    ids=["a list", "a function", "a list by steps", "an iterator"],
 )
-def test_epochs_are_passes_or_steps_and_an_iterator_goes_on(data, options, seen):
+def test_epochs_are_passes_or_steps_and_an_iterator_goes_on(
+    data, epochs, steps, seen, num_epochs
+):
     trainer = Counted()
-    quiet_fit(trainer, data, 2, **options)
-    if len(seen) > 4:  # in a later fit, too
-        quiet_fit(trainer, data, 1, **options)
+    history = quiet_fit(trainer, data, epochs, steps_per_epoch=steps)
     assert trainer.seen == seen
-    assert trainer.history.epochs == [*range(1, len(trainer.history.epochs) + 1)]
+    assert history.epochs == [*range(1, num_epochs + 1)]
+    over = "the training data ended at step 4" if epochs == 9 else ""
+    assert history.stopped == over
+    if len(seen) == 6:  # in a later fit, too
+        quiet_fit(trainer, data, steps_per_epoch=steps)
+        assert (trainer.seen, history.epochs) == ([*range(9)], [1, 2, 3])
 
 
 def test_an_overridden_step_of_several_batches_always_gets_a_list():
@@ -273,15 +349,6 @@ def test_a_state_on_one_device_needs_no_mesh(mesh):
     assert trainer.predict(examples(6), batch_size=4)["out"].shape == (6,)
 
 
-@pytest.mark.parametrize("steps", [3, 4])
-def test_an_iterator_that_ends_ends_training(steps):
-    trainer = Counted()
-    history = quiet_fit(trainer, iter(numbered(1, 2, 3, 4)), 9, steps_per_epoch=steps)
-    assert trainer.seen == [1, 2, 3, 4]
-    assert history.stopped == "the training data ended at step 4"
-    assert len(history.epochs) == (2 if steps == 3 else 1)
-
-
 def test_predict_returns_every_row_in_order_and_no_padding(mesh):
     rows = examples(21)["x"]
     pair = ml.Trainer(create_state(mesh), predict_fn=lambda model, x: (model(x), x))
@@ -297,11 +364,6 @@ def test_predict_returns_every_row_in_order_and_no_padding(mesh):
         {"x": data["x"][:5]}, mesh, global_batch_size=8, weights="weight"
     )
     np.testing.assert_array_equal(trainer.predict(padded), data["x"][:5])
-
-
-def pair_loss(model, batch):
-    x, y = batch
-    return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
 
 
 class Frame:
@@ -321,13 +383,16 @@ def test_the_model_gets_a_frame_that_it_was_not_trained_on_as_one_array(mesh):
     data, frame = examples(21), Frame(examples(21)["x"])
     trainer = ml.Trainer(create_state(mesh), pair_loss)
     with pytest.raises(ValueError, match="unpack") as caught:
-        trainer.predict(frame, batch_size=8)
-    assert caught.value.__notes__[-1] == (
-        "in predict: batch 1, float32[8, 4]. predict_fn=lambda model, x: model(x) calls "
-        "the model alone"
-    )
+        trainer.predict({"x": data["x"]}, batch_size=8)
+    assert caught.value.__notes__ == [
+        "predict calls pair_loss, or what you give as predict_fn(model, batch)",
+        "in predict: batch 1, {x: float32[8, 4]}",
+    ]
+    new = trainer.predict(frame, batch_size=8)  # before any `fit`, as after it
+    np.testing.assert_array_equal(trainer.predict(data["x"], batch_size=8), new)
     quiet_fit(trainer, frame, data["y"], batch_size=8)
     bare = trainer.predict(data["x"], batch_size=8)
+    assert new.shape == bare.shape
     np.testing.assert_array_equal(trainer.predict(frame, batch_size=8), bare)
 
     def of_columns(model, batch):
@@ -415,8 +480,7 @@ def test_predict_says_what_it_needs(mesh):
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
     assert message_of(lambda: mean.predict(data)) == (
-        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
-        "example."
+        "predict: an output has shape () for a batch of 8 rows; give one row per example."
     )
 
 
@@ -563,16 +627,52 @@ def test_an_error_in_a_later_batch_says_which_it_was(mesh):
 
 def test_a_state_that_is_used_up_is_refused(mesh):
     state, batches = create_state(mesh), cut(examples(8), 8)
-    quiet_fit(ml.Trainer(state, loss_fn), batches)
     other = ml.Trainer(state, loss_fn)
+    quiet_fit(ml.Trainer(state, loss_fn), batches)
+    with pytest.raises(
+        ml.errors.StateError, match="Continue with the state of its trainer"
+    ):
+        ml.Trainer(state, loss_fn)
     for call in (quiet_fit, ml.Trainer.evaluate, ml.Trainer.predict):
         with pytest.raises(ml.MeshLayoutError, match="used up"):
             call(other, batches)
 
 
+def test_an_attribute_that_would_change_nothing_cannot_be_set(mesh):
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    with pytest.raises(AttributeError, match=r"trainer\.state\.replace\(tx="):
+        trainer.learning_rate = 0.1
+    before = params_of(trainer.state)
+    trainer.state = trainer.state.replace(tx=optax.sgd(0.0))
+    quiet_fit(trainer, cut(examples(8), 8))
+    assert_same_bits(params_of(trainer.state), before)
+    assert int(trainer.state.step) == 1
+
+
+def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh):
+    trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(8)
+    for call, words in {
+        lambda: trainer.fit(data, validation_steps=3): "itertools.islice(batches, n)",
+        lambda: ml.Trainer(1, loss_fn, 2): "Trainer(ml.TrainState.create(build",
+        lambda: ml.distribute_dataset(data, global_batch_size=8): "(data, mesh, global",
+        lambda: ml.Checkpointer("x", save_best_only=True): "best=('val_loss', 'min')",
+        lambda: ml.Checkpointer(
+            "x", max_to_keep=3
+        ): "ml.Checkpointer(directory, keep=3)",
+    }.items():
+        assert words in message_of(call)
+    dataset = ml.distribute_dataset(data, mesh, global_batch_size=8)
+    assert repr(dataset) == "DistributedDataset(global_batch_size=8, batches=1)"
+    with pytest.raises(TypeError) as caught:
+        quiet_fit(trainer, data["x"], data["y"], batch_size=8)
+    assert "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts." in (
+        caught.value.__notes__
+    )
+
+
 BAD_STEP = {"train_step": lambda *_: (0, 1)}
 WRONG = {
-    "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? The options": (
+    "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
@@ -580,18 +680,35 @@ WRONG = {
     "train_step must return metrics of type ml.metrics.Metrics, got 1.": (
         lambda data: type("Bad", (ml.Trainer,), BAD_STEP)({"n": 0}).fit(data)
     ),
-    "train must be an iterable of batches, or a": lambda data: Counted().fit(3),
+    "train must be arrays, an iterable of batches, or a": (
+        lambda data: Counted().fit("train.csv", batch_size=2)
+    ),
+    "fit: batch_size= is for arrays, and a list_iterator yields batches: leave out "
+    "batch_size=. If it yields examples, write ml.distribute_dataset(train, "
+    "ml.create_mesh(), global_batch_size=2).": (
+        lambda data: Counted().fit(iter(data), batch_size=2)
+    ),
+    "evaluate: batch_size= is for arrays, and a Batches yields": (
+        lambda data: Counted().evaluate(Batches(), batch_size=2)
+    ),
+    "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
+        lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
+    ),
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
     "fit: shuffle=True is no seed: give a seed, shuffle=0, which": (
         lambda data: Counted().fit(data, shuffle=True)
     ),
-    "fit: train is a dict, of arrays with 2 rows. Give the size of a batch, "
-    "fit(train, batch_size=32), or an iterable": (
+    "fit needs the size of a batch: fit(train, batch_size=32).": (
         lambda data: Counted().fit({"i": np.ones((2, 9))})
     ),
     "the source is empty: it yielded no examples.": (
         lambda data: Counted().fit({"i": np.ones(0)}, batch_size=2)
+    ),
+    "fit: a strategy's batches are for its run. Give arrays, or ml.distribute_dataset(": (
+        lambda data: Counted().fit(
+            ml.distribute.MirroredStrategy().distribute_dataset(examples(8), 8)
+        )
     ),
     "train yielded no batch. Perhaps it is": lambda data: Counted().fit(iter([])),
 }
@@ -605,30 +722,8 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
 # Arrays.
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "labels"])
-def test_arrays_train_with_a_batch_size(mesh, kind):
-    data, state = examples(22), create_state(mesh)
-    pair = data["x"], data["y"]
-    arrays = {"dict": (data,), "tuple": (pair,), "labels": pair}[kind]
-    w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
-    trainer = ml.Trainer(state, loss_fn if kind == "dict" else pair_loss)
-    history = trainer.fit(
-        *arrays,
-        epochs=2,
-        validation_data=arrays[0] if len(arrays) == 1 else pair,
-        batch_size=8,
-        shuffle=None,
-        progress=False,
-    )
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
-    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
-    for size in (8, 4):  # another program, of which nobody is warned
-        measured = trainer.evaluate(*arrays, batch_size=size)["loss"]
-        np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
-
-
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
-    class Rows(ml.Trainer):
+    class Seeing(ml.Trainer):
         def train_step(self, state, batch, metrics):
             seen.append(np.asarray(batch["i"]).astype(int).tolist())
             return state, ml.metrics.Metrics({})
@@ -636,7 +731,7 @@ def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     orders = []
     for seed in (0, 0, 7):
         seen: list[list[int]] = []
-        trainer = Rows({"n": jnp.int32(0)}, pad=False)
+        trainer = Seeing({"n": jnp.int32(0)}, pad=False)
         rows = {"i": np.arange(10, dtype="float32")}
         quiet_fit(trainer, rows, epochs=2, batch_size=4, shuffle=seed)
         orders.append([[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]])
@@ -677,7 +772,9 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     found = quiet_fit(split, data, validation_split=0.25, **options)
     expected = quiet_fit(whole, first, validation_data=last, **options)
     assert found == expected
+    split = ml.Trainer(create_state(mesh), loss_fn)
+    assert quiet_fit(split, Rows(data), validation_split=0.25, **options) == expected
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
-        "fit: validation_split= holds out rows of arrays, and takes the place of "
-        "validation_data=."
+        "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
+        "give validation_data= alone."
     )

@@ -46,7 +46,8 @@ _COLUMNS = ("differs", "wanted", "saved")
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind."
+    "that it matches as it is. dtype= asks for another dtype of the same kind. "
+    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
 )
 
 
@@ -573,3 +574,11 @@ def _kind_of(dtype: DType) -> str:
         if jnp.issubdtype(dtype, kind):
             return kind.__name__.removesuffix("_")
     return str(dtype)
+
+
+def abstract_leaf(leaf: Leaf) -> Any:
+    """Returns a leaf without its array, which may be large, for `Request.like`."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    options = {"sharding": leaf.sharding, "weak_type": jax.typeof(leaf).weak_type}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)

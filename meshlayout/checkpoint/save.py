@@ -82,6 +82,8 @@ class Save:
         try:
             with taking_part():
                 self._write()
+            _unfinished.discard(self)  # else it would keep a lost checkpointer's lock
+            self.after = lambda: None
             self.end.set_result(None)
         except BaseException as error:
             self.trees = {}

@@ -114,8 +114,7 @@ def compute_average_loss(
     where = "compute_average_loss"
     losses = _real("per_example_loss", per_example_loss, where=where)
     if losses.ndim == 0:
-        msg = f"{where} takes one loss per example, (batch,), got a scalar."
-        raise LossError(msg)
+        raise LossError(f"{where} takes one loss per example, (batch,), got a scalar.")
     weights, size = sample_weight, global_batch_size
     if weights is not None:
         weights = _fitting_weights(weights, losses)
@@ -172,12 +171,9 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
     weights = _real("weights", weights, where="losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
-        msg = (
-            f"weights of shape {weights.shape} do not fit losses of shape "
-            f"{losses.shape}; give one weight per example, ({losses.shape[0]},), or "
-            "one per loss."
-        )
-        raise LossError(msg)
+        fix = f"give one weight per example, ({losses.shape[0]},), or one per loss."
+        msg = f"weights of shape {weights.shape} do not fit losses of shape"
+        raise LossError(f"{msg} {losses.shape}; {fix}")
     return weights
 
 

@@ -1,7 +1,6 @@
 """Metrics of predictions and labels: scores per class with the true class.
 
-Written without gathers, scatters and sorts: comparisons and sums keep logits on their
-shards, whichever dim is sharded.
+Comparisons and sums, without gathers and sorts, keep logits on their shards.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """Metrics as frozen values that hold one array of sums, and those of plain numbers.
 
 A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its array
-must keep its shape and dtype from the first batch to the last, and metrics must merge
-in any grouping. Sums do both.
+must keep shape and dtype, and metrics must merge in any grouping. Sums do both.
 """
 
 import dataclasses
@@ -54,9 +53,8 @@ class Metric:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # To jax 0.8 to 0.12, the structures of two dataclasses with the same settings
-        # are equal, and jit may run the program of one for the other: so the class is
-        # a setting.
+        # To jax 0.8 to 0.12, two dataclasses with the same settings are equal, and jit
+        # may run the program of one for the other: so the class is a setting.
         cls.__annotations__ = {**inspect.get_annotations(cls), "_kind": type}
         cls._kind = dataclasses.field(default=cls, kw_only=True, repr=False)
         dataclass(frozen=True, eq=False)(cls)
@@ -178,8 +176,7 @@ class Mean(MeanMetric):
     """The weighted mean of values: `total` divided by `count`.
 
     Args:
-        values: The name of the values in a step's outputs or batch; the per-example
-            losses by default.
+        values: Their name in a step's outputs or batch; by default per-example losses.
 
     Examples:
         >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))

@@ -133,7 +133,7 @@ class _Jitted:
         is_cpu = all(device.platform == "cpu" for device in self.devices)
         self.is_bounded = self.is_spread and is_cpu
         processes = {device.process_index for device in self.devices}
-        self.has_peers = len(processes) > 1
+        self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
     def goes_on(self, state: Any, *others: PyTree) -> bool:
@@ -251,7 +251,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             result = program.jitted(*args, **kwargs)
         except Exception as error:
             counts.steps -= program.is_shared
-            is_gone = any(map(_is_deleted, jax.tree.leaves((args, kwargs))))
+            leaves = jax.tree.leaves((args, kwargs))
+            is_gone = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
             # JAX refuses arrays that were used up. A call that fails otherwise with its
             # arrays gone has run, as collectives do when a process is lost.
             if is_gone and ("deleted" not in str(error) or error.__context__):
@@ -412,7 +413,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
             msg, other = "", owners.setdefault(id(leaf), name)
-            if _is_deleted(leaf):
+            if getattr(leaf, "is_deleted", bool)():
                 msg = (
                     f"{self.__name__}: {name!r} was used up by an earlier call of a "
                     "step. Continue with the state that the step returned."
@@ -462,10 +463,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
-
-
-def _is_deleted(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:

@@ -19,6 +19,7 @@ from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.state.creation import T
 from meshlayout.state.precision import Precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, as_weak_as
 from meshlayout.step.interception import Remat
@@ -198,8 +199,15 @@ class TrainStep(StateStep):
                 return compiled.run(program, args, {})
         return self._run(state, batch, metrics)
 
+    def prepare(self, state: TrainState[T]) -> TrainState[T]:
+        """Returns the state with what this step's options keep in `state.extra`.
+
+        Calls do so themselves. To restore: `ck.resume(train_step.prepare(state))`.
+        """
+        return self._plan.update.prepared(state)
+
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        state = self._plan.update.prepared(state)
+        state = self.prepare(state)
         is_list = self._row_dim and isinstance(batch, list)
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)

@@ -16,9 +16,6 @@ from meshlayout.step import compile_step
 from meshlayout.step.inspection import StepInspection
 
 
-_OPTIONS = "only", "max_wire_bytes"
-
-
 class VerificationError(MeshLayoutError, AssertionError):
     """A step, a layout or a program differs from what a test expects."""
 
@@ -56,8 +53,7 @@ def assert_layout(x: PyTree, expected: object) -> None:
     else:
         layouts = dict.fromkeys((leaf.path for leaf in leaves), expected)
     if not leaves:
-        msg = f"{x!r} holds no arrays, and so there is no layout to check."
-        raise VerificationError(msg)
+        raise VerificationError(f"{x!r} holds no arrays: there is no layout to check.")
     problems = [text for leaf in leaves if (text := _problem(leaf, layouts[leaf.path]))]
     if problems:
         raise VerificationError("\n".join(problems))
@@ -102,8 +98,7 @@ def expect_communication(
             counted in full (once, if their length is unknown).
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
-            `collective_broadcast`. A collective in a loop counts once; the result's
-            `in_loops` has those alone.
+            `collective_broadcast`. In a loop, one counts once; `in_loops` has those.
 
     Raises:
         VerificationError: If a count differs, or more is sent; lists all collectives.
@@ -123,11 +118,11 @@ def expect_communication(
     """
     for kind, count in counts.items():
         if kind not in KINDS:
+            near = did_you_mean(kind, (*KINDS, "only", "max_wire_bytes"))
             msg = (
-                f"{kind!r} is not a kind of collective; the kinds are "
-                f"{', '.join(KINDS)}.{did_you_mean(kind, (*KINDS, *_OPTIONS))}"
+                f"{kind!r} is not a kind of collective; these are: {', '.join(KINDS)}."
             )
-            raise VerificationError(msg)
+            raise VerificationError(msg + near)
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)

@@ -35,8 +35,6 @@ _NOTE = (
     "be replaced: take it from jax.sharding.get_abstract_mesh() inside the step."
 )
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-
 _CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
     "device, a missing sum over shards, a random key made from a device index. If this "
@@ -143,7 +141,7 @@ def verify(
 
     program = step.lower(state, batch, *args, **kwargs).as_text()
     dtypes = {*re.findall(r"[x<](f16|bf16|f32)>", program)} or {"f32"}
-    eps = max(float(jnp.finfo(_DTYPES[name]).eps) for name in dtypes)
+    eps = max(float(jnp.finfo(x.replace("f", "float")).eps) for x in dtypes)
     rng = np.random.default_rng(0)
 
     def rounded(values: np.ndarray) -> np.ndarray:
@@ -164,12 +162,9 @@ def verify(
         whole, expected = on_one(whole, _to_one_device(batch, one))
         moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
         if other := sorted(leaves.keys() ^ expected.keys()):
-            msg = (
-                f"step {number}: the step returns {str(other)[1:-1]} only on the mesh "
-                "or only on one device. Its results must not depend on the number of "
-                "devices."
-            )
-            raise VerificationError(msg)
+            msg = f"step {number}: the step returns {str(other)[1:-1]} only on the mesh"
+            hint = "Its results must not depend on the number of devices."
+            raise VerificationError(f"{msg} or only on one device. {hint}")
         differences = []
         for path, leaf in leaves.items():
             values = expected[path]
@@ -197,11 +192,9 @@ def _mesh_of(arguments: PyTree) -> Mesh:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
             return as_mesh(sharding.mesh)
-    msg = (
-        "the state is on no mesh of several devices, and so there is nothing to "
-        "compare with one device. virtual_devices(8) makes eight on any machine."
-    )
-    raise VerificationError(msg)
+    msg = "the state is on no mesh of several devices, and so there is nothing to"
+    hint = "virtual_devices(8) makes eight on any machine."
+    raise VerificationError(f"{msg} compare with one device. {hint}")
 
 
 def _leaves(state: PyTree, aux: PyTree) -> dict[str, Leaf]:

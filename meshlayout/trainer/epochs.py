@@ -1,15 +1,14 @@
 """The data of a loop: epochs, and the batches of each call of a step, on the mesh.
 
-A short batch is padded to the size of the first, and weights of 0 mark the padding. If
-nothing can leave padding out, it keeps its size: a second program is compiled and, if
-the rows do not divide, every device computes the whole batch.
+A short batch that cannot be padded, as `Trainer` says, takes a second program; if its
+rows do not divide, every device computes the whole batch.
 
-Arrays go through `distribute_dataset`'s pipeline. Iterables of batches do not: it cuts
-what it reads anew, into batches that are not the user's. They are not read ahead, so
-the data's position is that of the state.
+Examples go through `distribute_dataset`'s pipeline. Batches do not, as it would cut
+them anew; they are not read ahead, so the data's position is that of the state.
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -22,31 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax
+from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import (
-    WeightsKey,
-    batch_layout,
-    check_weights_key,
-    get_weights,
-    is_marked,
-    map_batch,
-    mask_padding,
-    num_examples,
-    num_row_shards,
-    pad_rows,
-    takes_weights,
-    weights_of,
-    with_weights,
-)
+from meshlayout._batches import WeightsKey, get_weights, map_batch, num_examples
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.checkpoint.positions import Continues, move_to_position
-from meshlayout.data import DataIterator, DistributedDataset
+from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
+from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.data.agreement import Agreement
-from meshlayout.data.plan import DataPlan
+from meshlayout.data.examples import looks_batched
+from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
-from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.step.state_step import check_batch
 
@@ -59,8 +45,6 @@ _log = logging.getLogger("meshlayout")
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """An iterable of batches, a function that returns one, or an iterator."""
-
-_END: Any = object()
 
 
 @dataclass(frozen=True)
@@ -87,10 +71,9 @@ class PlacedBatch:
 class TrainerInput:
     """Data cut into epochs, and the epochs into the batches of each call of a step.
 
-    With `steps_per_epoch`, an epoch is that many batches, and the next one continues
-    where it stopped; otherwise it is one pass. An iterator has only one. A dataset's
-    passes are its epochs in `fit`, and otherwise its first one again and again. `where`
-    is the method that reads it; all but `predict` mark padding by weights.
+    An epoch is a pass, or `steps_per_epoch` batches. A dataset's passes are its epochs
+    in `fit`, and otherwise its first one again and again. `where` is the method that
+    reads it; all but `predict` mark padding by weights.
     """
 
     def __init__(
@@ -106,22 +89,30 @@ class TrainerInput:
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
         self._trains, self._marks = where == "fit", where != "predict"
-        self._steps = steps_per_epoch
-        self._key = trainer._steps.weights
-        self._layout: Layout | None = None
-        for leaf in jax.tree.leaves(trainer.state):
-            if isinstance(_jax.sharding_of(leaf), NamedSharding):
-                self._layout = batch_layout(Layout.of(leaf).mesh)
-                break
-        if batch_size is not None or labels is not None or is_columns(data):
+        self._steps, self._key = steps_per_epoch, trainer._steps.weights
+        leaves = jax.tree.leaves(trainer.state)
+        shardings = [x for x in map(_jax.sharding_of, leaves) if x]
+        meshes: Any = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        if not meshes:  # on one device; else on that to which JAX sends arrays
+            devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
+            meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
+        self._layout = _batches.batch_layout(Mesh(meshes[0]))
+        is_rows, is_text = has_rows(data), isinstance(data, (str, bytes))
+        is_iterable = isinstance(data, Iterable) or callable(data)
+        if is_text or not (is_rows or is_iterable or _is_indexed(data)):
+            msg = f"{name} must be arrays, an iterable of batches, or a function that"
+            raise MeshLayoutError(f"{msg} returns one, got {_checks.shown(data)}.")
+        if batch_size is not None or labels is not None or is_rows:
             rows = rows_of(where, name, data, labels, batch_size)
             weights = get_weights(data if labels is None else (data, labels), self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
-        if isinstance(data, str) or not (isinstance(data, Iterable) or callable(data)):
-            msg = f"{name} must be an iterable of batches, or a function that returns"
-            raise MeshLayoutError(f"{msg} one, got {_checks.shown(data)}.")
+        elif not is_iterable:  # `iter` might never end
+            data = functools.partial(NumberedItems, data, operator.length_hint(data))
+        elif isinstance(data, DistributedDataset) and data._plan._assemble:
+            msg = f"{where}: a strategy's batches are for its run. Give arrays, or"
+            raise MeshLayoutError(f"{msg} ml.distribute_dataset(source, mesh, ...).")
         self._data, self._has_batches = data, False
         # Batches in an epoch; None if not known beforehand.
         self.num_steps = steps_per_epoch or operator.length_hint(data, 0) or None
@@ -133,10 +124,9 @@ class TrainerInput:
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
-        # Processes take a step together or not at all. Those datasets see to it
-        # themselves, in their own thread.
+        # Processes take a step together or not at all, as those datasets see to.
         self._agreement: Agreement | None = None
-        if self._layout and not isinstance(data, (DistributedDataset, DataIterator)):
+        if not isinstance(data, (DistributedDataset, DataIterator)):
             self._agreement = Agreement(self._layout.mesh)
 
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
@@ -146,7 +136,7 @@ class TrainerInput:
         for batch in self._epoch(text):
             name = f"batch {self._number}"
             self.where = f"in {self._opening}: {name}{text}"
-            with _checks.noted(self.where):
+            with _batches.noted_batch(self.where, batch):
                 placed = self._placed(batch)
             if placed is None:
                 what = f"{name} of {self._name}"
@@ -165,13 +155,13 @@ class TrainerInput:
         turns = None if self._agreement is None else self._agreement.new_turns()
         with turns or contextlib.nullcontext():
             while self._steps is None or self._number < self._steps:
-                batch = next(self._pass, _END)
-                if batch is _END and self._steps is not None:
-                    batch = next(self._begin(), _END)
+                batch = next(self._pass, None)
+                if batch is None and self._steps is not None:
+                    batch = next(self._begin(), None)
                 if turns is not None:
-                    rows = 0 if batch is _END else num_examples(batch)
+                    rows = 0 if batch is None else num_examples(batch)
                     turns.take(None, f"{rows} rows in batch {self._number + 1}{text}")
-                if batch is _END:
+                if batch is None:
                     break
                 self._number, self._num_given = self._number + 1, self._num_given + 1
                 self._has_batches = True
@@ -201,10 +191,11 @@ class TrainerInput:
             batch = map_batch(lambda x: x[:rows], to_numpy(batch.batch))
         leaves = jax.tree.leaves(batch)
         if any(isinstance(x, jax.Array) and _jax.is_committed(x) for x in leaves):
-            check_weights_key(batch, self._key)
+            _batches.check_weights_key(batch, self._key)
             return PlacedBatch(batch, num_examples(batch))
         check_batch(batch, self._key)
-        weights, rows = weights_of(batch, self._key), num_examples(batch)
+        self._tell_of_weights(batch)
+        weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
             self._trainer._tell(sentence, self._key)
@@ -212,7 +203,7 @@ class TrainerInput:
             rows = rows if np.any(weights) else 0
         if not rows:
             return None
-        can_mark = weights is not None or takes_weights(batch, self._key)
+        can_mark = weights is not None or _batches.takes_weights(batch, self._key)
         if self._trainer._pads is not False and (can_mark or not self._marks):
             padded = self._padded(batch, rows)
             if not self._marks or self._trainer._accepts(padded, train=self._trains):
@@ -223,61 +214,73 @@ class TrainerInput:
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         # A larger one does not raise the size, as a resumed run may not see that one.
-        shards = 1 if self._layout is None else num_row_shards(self._layout)
+        shards = _batches.num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
-        padded = map_batch(lambda x: pad_rows(x, size), batch) if rows < size else batch
+        padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
         if not self._marks:
             return self._on_mesh(padded)
         weights = get_weights(padded, self._key)
         if weights is None and rows == size:  # of most batches, and placed once
             if np.shape(self._ones) != (size,):
                 self._ones = self._on_mesh(np.ones(size, np.float32))
-            return with_weights(self._on_mesh(batch), self._key, self._ones)
+            return _batches.with_weights(self._on_mesh(batch), self._key, self._ones)
         weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
-        weights = mask_padding(weights, np.arange(size) < rows)
-        return self._on_mesh(with_weights(padded, self._key, weights))
+        weights = _batches.mask_padding(weights, np.arange(size) < rows)
+        return self._on_mesh(_batches.with_weights(padded, self._key, weights))
 
     def _on_mesh(self, batch: Batch) -> Batch:
-        if self._layout is None:
-            return jax.tree.map(jnp.asarray, batch)
         layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
-        if rows % num_row_shards(layout):
+        if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
                 "a batch of %d rows does not divide into %d shards, and cannot be "
                 "padded: every device computes the whole batch.",
-                *(rows, num_row_shards(layout)),
+                *(rows, num_shards),
             )
             layout = mesh.layout(...)
-        if all(map(np.ndim, jax.tree.leaves(batch))):
-            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)
 
     def _dataset(
-        self, rows: Rows, size: int, shuffle: int | None
+        self, rows: RandomAccessSource, size: int, shuffle: int | None
     ) -> DistributedDataset:
         """Returns batches with weights, or `PlacedBatch`es that know their padding."""
         layout, key = self._layout, self._key
-        if layout is None:  # on the device to which JAX sends arrays by default
-            devices = np.array([*jnp.zeros(()).devices()])
-            layout = batch_layout(Mesh(jax.sharding.Mesh(devices, ("batch",))))
-        options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
+        shared: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
         first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
         example, last = rows.read_rows(first, 0), len(rows) % size
-        is_weighted = weights_of(example, key) is not None
-        if self._marks and (is_weighted or (last and takes_weights(example, key))):
-            plan = DataPlan(lambda: rows, layout, {**options, "weights": key})
-            if self._trainer._accepts(plan.element_spec, train=self._trains):
-                return DistributedDataset(plan)
+        self._tell_of_weights(example)
+        is_weighted = _batches.weights_of(example, key) is not None
+        is_padded = last and _batches.takes_weights(example, key)
+        if self._marks and (is_weighted or is_padded):
+            plan = DataPlan(lambda: rows, layout, {**shared, "weights": key})
+            where = f"in {self._opening}: batch 1{' of epoch 1' * self._trains}"
+            with _batches.noted_batch(where, plan.element_spec):
+                if self._trainer._accepts(plan.element_spec, train=self._trains):
+                    return DistributedDataset(plan)
 
         def assemble(tree: PyTree, mask: jax.Array | None) -> PlacedBatch:
             return PlacedBatch(tree, num_examples(tree) if mask is None else last)
 
-        options["weights"] = None
-        plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
+        shared["weights"] = None
+        plan = DataPlan(lambda: rows, layout, shared, assemble=assemble)
         return DistributedDataset(plan)
+
+    def _tell_of_weights(self, batch: Batch) -> None:
+        """Says once that an entry which looks like weights is not taken for them."""
+        has_weights = get_weights(batch, self._key) is not None
+        # What other libraries call them, and where Keras has them in a tuple.
+        for name in ("weights", "sample_weight", "sample_weights", 2) * (
+            not has_weights
+        ):
+            entry = get_weights(batch, name)
+            if (
+                np.ndim(entry) == 1
+                and getattr(entry, "dtype", np.dtype(int)).kind == "f"
+            ):
+                told = "the data's entry %r does not weight the examples. If it is to,"
+                self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -302,30 +305,47 @@ class TrainerInput:
         self._num_given = place["given"]
 
 
+def has_rows(data: Any) -> bool:
+    """Returns whether data is arrays or examples by index, to cut into batches."""
+    if is_columns(data) or isinstance(data, RandomAccessSource):
+        return True
+    is_other = isinstance(data, (list, str, bytes)) or hasattr(data, "__next__")
+    return not is_other and _is_indexed(data) and not looks_batched(data[0])
+
+
+def _is_indexed(data: Any) -> bool:
+    has_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return has_index and not isinstance(data, type) and len(data) > 0
+
+
 def rows_of(
     where: str, name: str, data: PyTree, labels: PyTree, size: int | None
-) -> Rows:
-    """Returns arrays as rows."""
-    columns, arguments = data, name
-    if labels is not None:
-        columns, arguments = (data, labels), f"{name}, labels"
+) -> RandomAccessSource:
+    """Returns arrays, or examples by index, as rows."""
+    arguments = name if labels is None else f"{name}, labels"
+    columns, rows = data if labels is None else (data, labels), None
+    is_list = isinstance(columns, list)  # of arrays, or of examples
     with _checks.noted(f"in {where}: cutting {arguments} into batches"):
-        rows = array_rows(columns)
+        if is_columns(columns) or (is_list and any(hasattr(x, "dtype") for x in data)):
+            rows = array_rows(columns)
+        elif is_list or has_rows(columns):
+            rows: Any = as_source(columns)
+    call = f"ml.distribute_dataset({name}, ml.create_mesh(), global_batch_size="
+    if rows is None:
+        kind = f"{where}: batch_size= is for arrays, and {_checks.shown(data)} yields"
+        hint = f"If it yields examples, write {call}{size})."
+        raise MeshLayoutError(f"{kind} batches: leave out batch_size=. {hint}")
     if size is None:
-        msg = (
-            f"{where}: {name} is {_checks.shown(data)}, of arrays with {len(rows):,} "
-            f"rows. Give the size of a batch, {where}({arguments}, batch_size=32), or "
-            "an iterable of batches, which may be a list of one batch."
-        )
-        raise MeshLayoutError(msg)
+        call = f"{call}32)" if ":" in where else f"{where}({arguments}, batch_size=32)"
+        raise MeshLayoutError(f"{where} needs the size of a batch: {call}.")
     _checks.count("batch_size", size, where=where)
     return rows
 
 
 def split_rows(
     data: PyTree, labels: PyTree, size: int | None, share: float
-) -> tuple[PyTree, PyTree]:
-    """Returns all rows of arrays for `fit` but the last ones, and a share of these."""
+) -> list[Rows]:
+    """Returns all rows of `fit` but the last ones, and a share of these."""
     rows = rows_of("fit", "train", data, labels, size)
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)
@@ -333,7 +353,7 @@ def split_rows(
         msg = f"fit: validation_split={share} leaves a part of {len(rows)} rows empty."
         raise MeshLayoutError(msg)
     parts = np.split(np.arange(len(rows)), [first])
-    return rows.read_rows(parts[0], 0), rows.read_rows(parts[1], 0)
+    return [Rows(len(x), lambda i, n, x=x: rows.read_rows(x[i], n)) for x in parts]
 
 
 def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:
@@ -341,16 +361,14 @@ def real_rows(placed: PlacedBatch, outputs: PyTree, key: WeightsKey) -> PyTree:
     size, rows = num_examples(placed.batch), slice(placed.num_examples)
     weights = get_weights(placed.batch, key)
     # Rows of weight 0 are padding only where `distribute_dataset` says so.
-    if is_marked(weights):
+    if _batches.is_marked(weights):
         weights = to_numpy(weights)
         rows = np.any(weights != 0, axis=tuple(range(1, weights.ndim)))
 
     def real(value: np.ndarray) -> np.ndarray:
         if np.shape(value)[:1] != (size,):
-            msg = (
-                f"predict: an output has shape {np.shape(value)} for a batch of {size}"
-            )
-            raise MeshLayoutError(f"{msg} rows; it must have one row per example.")
+            msg = f"predict: an output has shape {np.shape(value)} for a batch of"
+            raise MeshLayoutError(f"{msg} {size} rows; give one row per example.")
         return value[rows]
 
     return jax.tree.map(real, to_numpy(outputs))

@@ -11,7 +11,7 @@ from flax import nnx
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
@@ -33,9 +33,7 @@ class TrainerSteps:
     ) -> None:
         known = [*signature(make_train_step).parameters][1:]
         for name in {*options} - {*known}:
-            near = did_you_mean(name, [*known, "loss_fn", "predict_fn", "pad"])
-            msg = f"Trainer has no option {name!r}.{near} The options of its steps"
-            raise MeshLayoutError(f"{msg} are {', '.join(known)}.")
+            _checks.choice("an option of Trainer", name, [*known, "predict_fn", "pad"])
         for_steps = options.keys() - {"weights", "steps_per_call"}
         if loss_fn is None and (for_steps or metrics is not None):
             msg = "Trainer got no loss function to make steps from, but metrics or"
@@ -52,13 +50,12 @@ class TrainerSteps:
         shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
         if loss_fn is not None:
             # Fewer batches than a call takes run one by one.
-            single = {**options, "steps_per_call": 1}
-            self.single_step = make_train_step(loss_fn, **shared, **single)
-            self._train_step = make_train_step(loss_fn, **shared, **options)
-            own = _options_of(make_eval_step, quiet)
-            self.eval_step = make_eval_step(loss_fn, **shared, **own)
-        self._predict_options = _options_of(make_predict_step, quiet)
-        self._predict_options["layouts"] = layouts
+            own = {**shared, **options}
+            self.single_step = make_train_step(loss_fn, **{**own, "steps_per_call": 1})
+            self._train_step = make_train_step(loss_fn, **own)
+            own = {**shared, **_options_of(make_eval_step, quiet)}
+            self.eval_step = make_eval_step(loss_fn, **own)
+        self._predict_options = _options_of(make_predict_step, {**quiet, **shared})
         # Of a few functions, as the last one may be a new one.
         self._predict_step = functools.lru_cache(4)(self._new_predict_step)
 
@@ -110,8 +107,12 @@ class TrainerSteps:
         assert loss_fn is not None
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         leaves, call = jax.tree.leaves(inputs), "predict_fn(model, batch)"
+        # Data without labels; before a first `fit` or `evaluate`, a single array.
+        num_trained = structure.num_leaves if structure else 1 + (inputs is leaves[0])
+        is_bare = len(leaves) < num_trained
+        name = "the model" if is_bare else name
         with _checks.noted(f"predict calls {name}, or what you give as {call}"):
-            if structure is not None and len(leaves) < structure.num_leaves:
+            if is_bare:
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:

@@ -1,8 +1,7 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-The host only dispatches work: nothing here waits for the device except the end of an
-epoch and of an evaluation. `TrainerInput` reads the data, and `TrainerSteps` makes the
-steps from a loss function; a subclass may override them.
+Nothing here waits for the device except the end of an epoch and of an evaluation.
+`TrainerInput` reads the data, `TrainerSteps` makes the steps from a loss function.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +20,27 @@ from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import num_examples
+from meshlayout._batches import noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
-from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import LossError, MeshLayoutError, MetricError, RecompileWarning
+from meshlayout.errors import (
+    LossError,
+    MeshLayoutError,
+    MetricError,
+    RecompileWarning,
+    StateError,
+)
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
+from meshlayout.trainer.callbacks.callback import checked_callbacks
 from meshlayout.trainer.epochs import (
     Data,
     PlacedBatch,
     TrainerInput,
     TrainingPosition,
+    has_rows,
     real_rows,
     split_rows,
 )
@@ -50,29 +56,24 @@ class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
-    device only at the end of an epoch. A subclass may define `train_step`, `eval_step`
-    or `predict_step`; if it defines all that it uses, the state may be any tree.
+    device only at the end of an epoch. A subclass may define its steps.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
     used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
     `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is padded to
-    the size of the first. Weights of 0 mark the padding: in a dict under the key
-    `weight` (or `weights=`), in a tuple at the end if `weights` is that index. If
-    nothing can leave padding out (the loss function returns a mean, or a tuple has no
-    place for weights), a short batch keeps its size, which takes a second program.
+    the size of the first. Weights of 0 mark the padding, under the key `weight`, or
+    `weights=`, which for a tuple is an index. Where nothing can leave padding out (a
+    loss that is a mean, a tuple without weights), a short batch keeps its size.
 
     Args:
-        state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
-            up; `trainer.state` is always the newest state.
+        state: A `TrainState`, or for a subclass any tree of arrays. It is used up.
         loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
         layouts: The layout map that `constrain` follows in the model.
-        predict_fn: A function of the model, in evaluation mode, and a batch, for
-            `predict`.
+        predict_fn: For `predict`: a function of a model in evaluation mode and a batch.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
-            `steps_per_call=n`, `train_step` gets a list of n batches, and at the end
-            of an epoch of those left over.
+            `steps_per_call=n`, `train_step` gets a list of up to n batches.
 
     Attributes:
         state: The state after the last finished step.
@@ -108,6 +109,12 @@ class Trainer(_checks.WithReflexes):
             msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
             build = f"lambda: {type(state).__name__}(...)"
             raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
+        if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
+            msg = "Trainer: training has used up this state. Continue with the state of"
+            hint = (
+                "its trainer, trainer.state, or create the state again, as by running"
+            )
+            raise StateError(f"{msg} {hint} the notebook's cell that does.")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
@@ -118,6 +125,11 @@ class Trainer(_checks.WithReflexes):
         self._callbacks: list[Callback] = []
         self._metrics: Metrics | None = None
         self._told: set[str] = set()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if type(self) is Trainer and name in ("optimizer", "learning_rate", "loss_fn"):
+            getattr(self, name)  # raises, with what to write: it would change nothing
+        super().__setattr__(name, value)
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
@@ -162,20 +174,19 @@ class Trainer(_checks.WithReflexes):
         error of the data or a callback, another `fit` continues from the last step.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
-        the running step, and ends the process with status 75. Started again with
-        `resume=True`, a run continues from the newest intact checkpoint at the very
-        batch, and ends with the bits of an uninterrupted one. Data without a position
-        (`get_state`) is read up to it, and must yield the same batches again.
+        the running step, and ends the process with status 75. With `resume=True`, a run
+        continues from the newest intact checkpoint at the very batch, with the bits of
+        an uninterrupted one. Data without `get_state` must yield the same batches anew.
 
         Args:
             train: An iterable of batches, read anew in each epoch, or a function that
-                returns one; or an array, or a dict or tuple of arrays, of examples.
+                returns one; or arrays, or an object with `__getitem__`, of examples.
             labels: More arrays of the same examples; or `epochs`, after batches.
-            epochs: The number of epochs, with those before an interruption.
-            batch_size: Rows of a global batch, for arrays.
+            epochs: How many more to train; with `resume=True`, how many in all.
+            batch_size: Rows of a global batch, for examples.
             shuffle: The seed of the order of arrays' rows in each epoch, or None.
-            steps_per_epoch: Batches per epoch, instead of one pass. The next epoch
-                continues where this one stopped; at the end of a pass a new one begins.
+            steps_per_epoch: Batches per epoch, instead of one pass; the next epoch
+                continues where this one stopped.
             validation_data: What to evaluate after each epoch, as `val_` and a name.
             validation_split: The share of arrays to hold out instead: their last rows.
             callbacks: Of `ml.callbacks.Callback`, called in order, `Checkpoint` last.
@@ -201,13 +212,7 @@ class Trainer(_checks.WithReflexes):
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
-        is_list = isinstance(callbacks, Iterable)
-        chosen: list[Any] = [*callbacks] if is_list else [callbacks]
-        for callback in chosen:
-            if not is_list or not isinstance(callback, Callback):
-                what = f"{'and has' if is_list else 'got'} {_checks.shown(callback)}"
-                msg = "fit: callbacks must be a list of instances of"
-                raise MeshLayoutError(f"{msg} ml.callbacks.Callback, {what}.")
+        chosen = checked_callbacks(callbacks)
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
             chosen.insert(0, Progress())
@@ -218,15 +223,15 @@ class Trainer(_checks.WithReflexes):
             msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         if validation_split is not None:
-            if validation_data is not None or not is_columns(train):
-                msg = "fit: validation_split= holds out rows of arrays, and takes the"
-                raise MeshLayoutError(f"{msg} place of validation_data=.")
+            if validation_data is not None or not has_rows(train):
+                msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
+                raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         arrays = train, labels, batch_size, seed, steps_per_epoch
         source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
-            size = batch_size if is_columns(validation_data) else None
+            size = batch_size if has_rows(validation_data) else None
             names = "fit: validation", "validation_data"
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
@@ -285,14 +290,12 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        trained = self._steps._structure
-        is_new, data = trained is None, _as_trained(data, trained, key)
-        hint = ". predict_fn=lambda model, x: model(x) calls the model alone" * is_new
+        data = _as_trained(data, self._steps._structure, key)
         source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
-            with _noted(source, placed, hint):
+            with noted_batch(source.where, placed.batch):
                 pending.append((placed, step(self.state, placed.batch)))
             if len(pending) > 1:  # read while the device computes the next batch
                 parts.append(real_rows(*pending.popleft(), key))
@@ -309,7 +312,6 @@ class Trainer(_checks.WithReflexes):
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
-        """Trains for an epoch, or for the rest of a resumed one."""
         epoch, source = len(self.history.epochs) + 1, self.input
         assert source is not None
         is_new = self._metrics is None  # else restored, with the position in the epoch
@@ -317,7 +319,7 @@ class Trainer(_checks.WithReflexes):
         self.position = replace(self.position, epoch=epoch, **start)
         self._notify("on_epoch_start", epoch)
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
-            with _noted(source, group[0]):
+            with noted_batch(source.where, group[0].batch):
                 self._train(group, source.size)
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
@@ -330,8 +332,9 @@ class Trainer(_checks.WithReflexes):
         rows = sum(placed.num_examples for placed in group)
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
-            # A short batch is a second program, of which the user knows.
-            if first_rows and any(num_examples(x) != first_rows for x in batches):
+            # New data and a short batch take a new program, of which the user knows.
+            is_short = any(num_examples(x) != first_rows for x in batches)
+            if not position.step_in_fit or (first_rows and is_short):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
@@ -363,9 +366,9 @@ class Trainer(_checks.WithReflexes):
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
             self._tell(
-                "the loss of epoch %d is NaN, and training continues. "
-                "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
-                "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
+                "the loss of epoch %d is NaN, as NaN in the data makes it, or labels "
+                "outside 0 to classes - 1. callbacks=[ml.callbacks.StopOnNaN()] stops, "
+                "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them.",
                 position.epoch,
             )
         self._notify("on_epoch_end", position.epoch, logs)
@@ -381,7 +384,7 @@ class Trainer(_checks.WithReflexes):
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
         metrics: Metrics | None = None
         for (placed,) in source.groups():
-            with _noted(source, placed):
+            with noted_batch(source.where, placed.batch):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)
         return {} if metrics is None else metrics.to_host()
@@ -411,20 +414,6 @@ class Trainer(_checks.WithReflexes):
             else:
                 self._pads = True
         return self._pads is not False
-
-
-def _noted(
-    source: TrainerInput, placed: PlacedBatch, hint: str = ""
-) -> contextlib.AbstractContextManager[None]:
-    """Adds to an error which batch it is of, and the arrays in that."""
-
-    def note() -> str:
-        types = jax.tree.map(
-            lambda x: f"{getattr(x, 'dtype', 'a number')}{[*np.shape(x)]}", placed.batch
-        )
-        return f"{source.where}, {types}{hint}".replace("'", "")
-
-    return _checks.noted(note)
 
 
 def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:

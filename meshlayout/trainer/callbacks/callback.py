@@ -1,17 +1,16 @@
-"""`Callback`: the moments of training at which a user's code can run.
+"""`Callback`: the moments of training at which a user's code can run."""
 
-Callbacks run while the device computes, and reading a metric waits for it. So those
-that show or watch values put them into `AsyncMetrics`, and read them once computed.
-"""
-
+import inspect
+import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
 
@@ -72,6 +71,24 @@ class Callback:
         """Called last, however the `fit` ended; close files here."""
 
 
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """Returns callbacks of whose methods each will be called, and can be."""
+    moments = [name for name in vars(Callback) if name.startswith("on_")]
+    chosen = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
+    for callback in chosen:
+        if not isinstance(callback, Callback):
+            msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
+            raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
+        for name in filter(re.compile("on_").match, dir(callback)):
+            where = f"{type(callback).__name__}.{name}"
+            if name not in moments:
+                msg = f"fit never calls {where}. The methods of a callback are"
+                raise MeshLayoutError(f"{msg} {', '.join(moments)}.")
+            names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+            _checks.function(where, getattr(callback, name), *names)
+    return chosen
+
+
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values without dims, as floats."""
     return {name: float(value) for name, value in values.items() if not np.ndim(value)}
@@ -81,7 +98,7 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 
 
 class AsyncMetrics:
-    """A queue of metrics, each of which is read once the device has computed it.
+    """A queue of metrics, each of which is read, without waiting, once it is computed.
 
     Processes may read at different times. With `in_step`, because something is decided
     by the values, all read them after the same step: a fixed number of calls later.

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import jax
 
 from meshlayout import _checks
-from meshlayout._annotations import Leaf
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.load import Request
+from meshlayout.checkpoint.load import Request, abstract_leaf
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
@@ -144,7 +143,7 @@ class Checkpoint(Callback):
                 (first,), count = next(source.groups()), trainer._steps.group_size
                 batches = first.batch if count == 1 else [first.batch] * count
                 result = trainer.train_step(trainer.state, batches, None)
-                abstract.extend(jax.tree.map(_abstract, result))
+                abstract.extend(jax.tree.map(abstract_leaf, result))
             state, metrics = abstract
             # A metric without arrays is what the first step returned.
             if _METRICS in saved.facts["items"]:
@@ -172,12 +171,3 @@ class Checkpoint(Callback):
             return metrics
         trainer.stopped = history.stopped = notes["stopped"]
         return None
-
-
-def _abstract(leaf: Leaf) -> Any:
-    # Only a leaf's type and layout are kept: its array may be large.
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    kind = jax.typeof(leaf)
-    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)

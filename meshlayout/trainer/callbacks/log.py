@@ -23,8 +23,7 @@ class Log(Callback):
     `fit` of the same callback, and a run that resumes, add to it, maybe an epoch again.
 
     Args:
-        path: `log.csv` or `log.jsonl`, which are overwritten, or a directory for
-            TensorBoard.
+        path: `log.csv` or `log.jsonl`, overwritten; or a directory for TensorBoard.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
