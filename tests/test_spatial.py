@@ -223,7 +223,7 @@ def random_program(seed):
     names, left = ["space0", "space1", "space2"][: draw(1, 2, 2, 2, 3)], 8
     axes = dict.fromkeys((*names, "batch", "model"), 1)
     for name in ("space0", *random.permutation([*axes][1:])):
-        axes[name] = draw(*(n for n in (1, 2, 4, 8) if n <= left))
+        axes[name] = draw(*(n for n in (1, 2, 4) if (name == "space0") < n <= left))
         left //= axes[name]
     axes["space0"] *= left
     forward, shapes, needed = random_window(draw, axes, len(names))
