@@ -124,10 +124,10 @@ def assert_same_gradients(found, loss, state, batch):
 
 
 REFUSAL = (
-    "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 8]: it adds "
-    "up equal sums of the devices along the mesh axes {}. Two layouts are right, of "
-    "images that are whole in space: their rows over all axes, ('batch', 'h', 'w'); or "
-    "the channels of kernels and images over the axes without rows."
+    "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 8] along "
+    "the mesh axes {}. Two layouts are right, of images that are whole in space: their "
+    "rows over all axes, ('batch', 'h', 'w'); or the channels of kernels and images over "
+    "the axes without rows."
 )
 
 

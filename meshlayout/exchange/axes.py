@@ -1,13 +1,13 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from meshlayout import _checks
 from meshlayout.errors import MeshError
@@ -45,10 +45,6 @@ class MeshAxis:
             check_vma=False,  # which refuses scans whose carry starts as a constant
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
-
-    def index(self) -> jax.Array:
-        """Returns the place of this device on the axis, an int32 scalar."""
-        return jax.lax.axis_index(self.name)
 
     def shift(self, shards: T, steps: int) -> T:
         """Returns the shards of the devices so many places before this one, in a ring.
@@ -97,8 +93,7 @@ def run_on_auto_axes(
     types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
 
-    def on_mesh(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(axis.mesh, spec)
+    on_mesh = functools.partial(NamedSharding, axis.mesh)
 
     def placed(x: jax.Array) -> jax.Array:
         return jax.sharding.reshard(x, on_mesh(jax.typeof(x).sharding.spec))
@@ -111,11 +106,9 @@ def run_on_auto_axes(
     return jax.jit(run)(*jax.tree.map(placed, operands))
 
 
-def nearest(value: int, numbers: int | Iterable[int]) -> str:
+def nearest(value: int, numbers: int | Sequence[int]) -> str:
     """Returns a sentence with the numbers next to a value, or multiples of a number."""
     if isinstance(numbers, int):
         numbers = range(numbers, value + numbers + 1, numbers)
-    below, above = [], []
-    for number in numbers:
-        (below if number < value else above).append(number)
+    below, above = ([n for n in numbers if s * n < s * value] for s in (1, -1))
     return f"Nearest that would: {' and '.join(map(str, below[-1:] + above[:1]))}."
