@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 T = TypeVar("T")
+
+# Who asks for which axes, and to pass how many microbatches, if it is of interest.
+asked_axes: ContextVar[dict[str, tuple[str, int]]] = ContextVar("asked_axes")
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class MeshAxis:
 
 
 def find_axis(
-    name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str
+    name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str, passes: int = 1
 ) -> MeshAxis | None:
     """Returns an axis of a mesh, or None if there is nobody to exchange shards with.
 
@@ -65,6 +69,7 @@ def find_axis(
     if not isinstance(name, str):
         msg = f"{where}: axis must be the name of one mesh axis, got "
         raise MeshError(f"{msg}{_checks.shown(name)}.")
+    asked_axes.get({})[name] = where, passes
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
     found = ambient if found.shape == ambient.shape else found  # with Manual axes, too

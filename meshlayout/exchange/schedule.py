@@ -139,7 +139,7 @@ def pipeline(
     num_dims = 1 if rounds is None else 2
     lead = _leading("stacked_params", stacked_params, num_dims)
     (rows,) = _leading("x", x, 1)
-    found = find_axis(axis, mesh, "pipeline")
+    found = find_axis(axis, mesh, "pipeline", count)
     size = 1 if found is None else found.size
     what, problem, fix = "layers", "", ""
     if rounds is not None:
