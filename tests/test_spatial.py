@@ -274,7 +274,13 @@ class Strided(nnx.Module):
     ("axes", "options"),
     [
         ({"height": 4, "model": 2}, {"remat": "full"}),
-        ({"batch": 2, "height": 4}, {"accumulate": 2}),
+        pytest.param(
+            *({"batch": 2, "height": 4}, {"accumulate": 2}),
+            marks=pytest.mark.skipif(
+                not hasattr(jax, "reshard"),
+                reason="jax 0.7 cannot read the layouts of results of such a program",
+            ),
+        ),
     ],
 )
 def test_all_steps_compute_what_they_do_on_one_device(axes, options):
