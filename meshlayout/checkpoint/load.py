@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import jax
@@ -291,6 +292,11 @@ def _targets(
     if not isinstance(layouts, LayoutMap | None):
         msg = f"layouts= must be a LayoutMap, got {_checks.shown(layouts)}."
         raise CheckpointError(msg)
+    if isinstance(tree, (int, type, FunctionType)):
+        msg = (
+            f"like= must be a state, or ml.describe(build), got {_checks.shown(tree)}."
+        )
+        raise CheckpointError(f"{msg} The number of a step is step=.")
     if _jax.is_tracing():
         raise CheckpointError("like= is inside jit. Restore outside of it.")
     is_free, graphdef = tree is None, None

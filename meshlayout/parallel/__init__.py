@@ -1,5 +1,8 @@
 """Ready-made rules for how models are laid out on meshes, and code on shards."""
 
+import functools
+
+from meshlayout import _checks
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,
     dispatch as dispatch,
@@ -21,3 +24,7 @@ from meshlayout.parallel.tensor import (
     expert_parallel as expert_parallel,
     tensor_parallel as tensor_parallel,
 )
+
+
+# Not `def`, by which a type checker would take every name.
+globals()["__getattr__"] = functools.partial(_checks.unknown, __name__, globals())
