@@ -79,7 +79,7 @@ def test_logical_axes_that_no_array_has_are_unused_rules(case):
     expected = {f"logical_axes[{name!r}]": ("mlp", "embed") for name in dead}
     assert layouts.explain({"kernel": kernel}).dead_rules == expected
     if dead:
-        with pytest.raises(ml.errors.LayoutMapError, match="mpl.* matches no path"):
+        with pytest.raises(ml.errors.LayoutMapError, match=r"mpl.* matches no path"):
             ml.create(lambda: {"kernel": kernel}, layouts)
 
 
