@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if name == "doctor":
             report = ml.doctor(needs=[x for x in options["needs"].split(",") if x])
-            failed, facts = report.wrong, vars(report)
+            failed, facts = report.wrong, report.to_dict()
         elif name == "plan":
             report = ml.plan(**_problem(**options))
             failed, facts = not (report.fits or report.changes), report.to_dict()

@@ -203,7 +203,7 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 
 # The arrays of weights in batches that the library has made, by id. Arrays are not
 # hashable, so a WeakSet cannot hold them.
-marked_weights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+marked_weights: Any = weakref.WeakValueDictionary()
 
 
 def mark_weights(weights: jax.Array) -> None:

@@ -279,9 +279,9 @@ _MEANINGS = {
     "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
     "Array has been deleted": "A step has used up the state that this array is of. "
     "Continue with the state that the step returned.",
+    "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
+    "same number of dimensions": "Labels that are class numbers have shape (batch,).",
 }
-
-_NEW_RATE = "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4))."
 
 # What users of other libraries write by habit, and what takes its place here.
 _REFLEXES = {
@@ -290,13 +290,22 @@ _REFLEXES = {
     "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
     "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
+    "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
     "summary": "print(state) is the summary.",
-    "optimizer": _NEW_RATE,
-    "learning_rate": _NEW_RATE,
+    "optimizer": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
+    "learning_rate": "Write trainer.state = trainer.state.replace(tx=adam(1e-4)).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
+    "restore": "Write checkpointer.restore(state, step=1).",
+    "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "history": "It has the values itself, as history['loss'].",
+    "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
+    "steps": "Give a function that returns itertools.islice(batches, n).",
+    "validation_steps": "Give a function that returns itertools.islice(batches, n).",
+    "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
+    "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
+    "distribute_dataset": "Write distribute_dataset(data, mesh, global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
     "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
     "class_weight": "Weights go into the data: 'weight': class_weights[y].",
@@ -342,7 +351,8 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            hint = _REFLEXES.get(name) or did_you_mean(name, known).strip()
+            reflex = "" if f"{name}s" in known else _REFLEXES.get(name)
+            hint = reflex or did_you_mean(name, known).strip()
             if hint := hint or ("" if takes_any else "No such option exists."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         if where in _REFLEXES:

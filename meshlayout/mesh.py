@@ -77,11 +77,8 @@ class Mesh:
             if not isinstance(name, str) or not re.fullmatch(
                 r"\s*[^\s,=|][^,=|]*", name
             ):
-                msg = (
-                    f"axis name {shown(name)} is not a string, is empty, or contains "
-                    "one of , = |. Use a name such as 'batch'."
-                )
-                raise MeshError(msg)
+                msg = f"axis name {shown(name)} must be a string without any of , = |."
+                raise MeshError(f"{msg} Use a name such as 'batch'.")
         _jax.check_joined("Mesh")
         shape = MappingProxyType(dict(mesh.shape))
         self.__dict__.update(jax_mesh=mesh, shape=shape)
@@ -367,11 +364,8 @@ def _parse_axis_types(types: AxisTypesLike | None, count: int) -> tuple[AxisType
     by_name |= {kind: kind for kind in AxisType} | {None: AxisType.Auto}
     kinds = [by_name.get(x.lower() if isinstance(x, str) else x) for x in names]
     if len(kinds) != count or None in kinds:
-        msg = (
-            f"axis_types={types!r} must be 'auto', 'explicit' or 'manual', or a list "
-            "with one of them for each axis."
-        )
-        raise MeshError(msg)
+        msg = f"axis_types={types!r} must be 'auto', 'explicit' or 'manual'."
+        raise MeshError(f"{msg} Or give a list, with one of them for each axis.")
     return tuple(kinds)
 
 

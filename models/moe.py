@@ -52,6 +52,22 @@ class MoEConfig(TransformerConfig):
     z_weight: float = 1e-3
     expert_axis: str = "expert"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problem = ""
+        if not 1 <= self.choices <= self.num_experts:
+            problem = f"a token is sent to 1 to num_experts={self.num_experts} experts"
+            problem = f"choices={self.choices}: {problem}"
+        elif self.is_scanned or self.dropout_rate:
+            problem = (
+                "is_scanned and dropout_rate are of the Transformer; experts have "
+            )
+            problem += "neither: leave them out"
+        elif not (self.capacity_factor is None or 0 < self.capacity_factor < math.inf):
+            problem = f"capacity_factor={self.capacity_factor}: it is positive, or None"
+        if problem:
+            raise ValueError(f"{problem}.")
+
     def capacity(self, length: int) -> int | None:
         """Returns how many of so many tokens an expert takes; None for all.
 

@@ -270,7 +270,18 @@ def start_devices(num_virtual: int | None) -> None:
 
 
 def make_settings(options: argparse.Namespace, labels: int) -> list[Setting]:
-    """Returns the runs that were asked for: one, or two to compare."""
+    """Returns the runs that were asked for: one, or two to compare.
+
+    Raises:
+        OptionError: As `make_setting`, or if JAX cannot compute as asked here.
+    """
+    is_ring, backend = options.layouts == "fsdp+context", jax.default_backend()
+    is_limited = options.model in ("transformer", "moe") and not is_ring
+    if options.precision == "float16" and is_limited and backend != "gpu":
+        raise OptionError(
+            f"argument --precision: on {backend.upper()}, the attention of JAX does "
+            "not compute in float16; take bfloat16"
+        )
     if options.mesh is None and options.layouts is None:
         names = ("data_parallel", "tensor")
         return [make_setting(options, labels, None, name) for name in names]
@@ -325,10 +336,12 @@ def make_setting(
                 f"do: {nearest}"
             )
     parts = PIPELINE["microbatches"] * options.accumulate
+    parts *= mesh.axis_size("batch") if "batch" in mesh.axis_names else 1
     if layouts == "pipeline" and options.global_batch_size % parts:
         raise OptionError(
             f"argument --global-batch-size: {options.global_batch_size} rows do not "
-            f"divide into the {parts} microbatches of the stages; multiples of it do"
+            f"divide into {parts}, the microbatches of the stages and the shards of "
+            "each; multiples of it do"
         )
     whole = {
         "height": ("pixels of an image's height", IMAGE_SHAPE[0]),

@@ -1,10 +1,12 @@
-"""Training in raw JAX on one device: what any mesh has to agree with.
+"""Training in plain JAX, Flax and Optax on one device: what any mesh has to agree with.
 
-Nothing of meshlayout is in here. The mean is over the real rows alone: padding is cut
-off, not masked. One batch in five is short and padded.
+As a user would write it out, in a loop of Python: nothing is masked or intercepted,
+padding is cut off, and nothing is shared with the library's steps. In `batches_of`, one
+batch in five is short and padded.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +46,14 @@ class RawModel:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of training, on the host; arrays by path."""
+    """What came of training; gradients on the host, by path."""
 
     losses: np.ndarray  # of every step
     gradients: list[dict[str, np.ndarray]]  # of every step
-    params: dict[str, np.ndarray]  # after the last one
-    statistics: dict[str, np.ndarray]  # the model's other floats, likewise
+    params: Any  # after the last one
+    state: Any  # the model's other arrays, likewise
+    average: Any = None  # the moving average of the parameters, likewise
+    metrics: tuple[dict[str, float], ...] = ()  # of every step
 
 
 def with_values(shapes: Any) -> Any:
@@ -116,26 +120,47 @@ def batches_of(model: RawModel) -> tuple[dict[str, np.ndarray], ...]:
 # The program.
 
 
-def taken_apart(model: RawModel) -> tuple[Any, Any, Callable[..., Any]]:
-    """The parameters, the other arrays, and a function of both and the inputs."""
-    built, keywords = model.build(), dict(model.keywords)
-    if model.module is not None:
-        module, rest = model.module, dict(built)
-        params = rest.pop("params")
+def taken_apart(
+    built: Any, module: nn.Module | None, loss_fn: Callable[..., Any]
+) -> Any:
+    """The parameters, the other arrays, and a function of both and of a batch.
 
-        def apply_linen(params: Any, rest: Any, inputs: Any) -> Any:
-            variables = {"params": params, **rest}
-            return module.apply(variables, inputs, mutable=list(rest), **keywords)
+    That returns what the loss function does, what the model records, by name, and the
+    other arrays afterwards.
+    """
+    extras = {"train": True, "rngs": None}
+    extras = {
+        x: extras[x] for x in extras if x in inspect.signature(loss_fn).parameters
+    }
+    if module is not None:
+        recordings = ("params", "losses", "intermediates")  # of `init`, too
+        others = {name: x for name, x in built.items() if name not in recordings}
 
-        return params, rest, apply_linen
-    graphdef, params, rest = nnx.split(built, nnx.Param, ...)
+        def of_linen(params: Any, others: Any, rows: Any, key: jax.Array) -> Any:
+            apply = nn.apply(loss_fn, module, mutable=[*others, "losses"])
+            values, after = apply({"params": params, **others}, rows, **extras)
+            return values, named(after.pop("losses", {})), after
 
-    def apply(params: Any, rest: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        merged = nnx.merge(graphdef, params, rest)
-        logits = merged(inputs, **keywords)
-        return logits, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Param)))
+        return built["params"], others, of_linen
+    graphdef, *states = nnx.split(built, nnx.Param, ...)
 
-    return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), apply
+    def of_nnx(params: Any, others: Any, rows: Any, key: jax.Array) -> Any:
+        model = nnx.merge(graphdef, params, others)
+        model.train()
+        drawn = {"rngs": nnx.Rngs(key)} if "rngs" in extras else {}
+        values = loss_fn(model, rows, **{**extras, **drawn})
+        recorded = named(nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)))
+        return values, recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    return *map(nnx.to_pure_dict, states), of_nnx
+
+
+def named(recorded: Any) -> dict[str, jax.Array]:
+    """What a model has recorded or sown, without what is no loss."""
+    texts = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    leaves = jax.tree.leaves_with_path(recorded)
+    every = {texts(keys).removesuffix("/0"): leaf for keys, leaf in leaves}
+    return {name: leaf for name, leaf in every.items() if name != "features"}
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -150,60 +175,83 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(keep, optax.sgd(0.002, momentum=0.9))
 
 
-def cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """One per label."""
-    logs = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+def train(
+    built: Any,
+    loss_fn: Callable[..., Any],
+    batches: Any,
+    tx: optax.GradientTransformation,
+    *,
+    module: nn.Module | None = None,
+    clip_norm: float = np.inf,
+    ema: float = 0.0,
+    accumulate: int = 1,
+    denominator: int | None = None,
+    penalties: Any = None,
+    frozen: tuple[str, ...] = (),
+) -> Run:
+    """Trains an NNX module, or a Linen module from its variables, on the real rows.
 
-
-def weighted_mean(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum(w * l) / sum(w); where rows have one weight, l is the mean of a row."""
-    losses = losses.mean(axis=tuple(range(weights.ndim, losses.ndim)))
-    return (losses * weights).sum() / weights.sum()
-
-
-def right_loss(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
-    """The loss of a batch of real rows, and the other arrays after."""
-    logits, rest = apply(params, rest, batch["input"])
-    losses = cross_entropies(logits, batch["label"])
-    return weighted_mean(losses, batch["weight"]), rest
-
-
-def microbatch_loss(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
-    """The same with the batch statistics of four microbatches, one after another.
-
-    Microbatch i is rows i, i + 4, i + 8, ...; the denominator is the whole batch's.
+    Microbatch i of k is rows i, i + k, i + 2k, ...; one follows another, and the
+    denominator is the whole batch's. Losses are per example, or a scalar.
     """
-    total = 0.0
-    for part in range(4):
-        rows = {name: x[part::4] for name, x in batch.items()}
-        loss, rest = right_loss(apply, params, rest, rows)
-        total += loss * rows["weight"].sum()
-    return total / batch["weight"].sum(), rest
-
-
-def train(model: RawModel, loss: Callable[..., Any] = right_loss) -> Run:
-    """Trains in raw JAX on the real rows alone."""
-    params, rest, apply = taken_apart(model)
-    tx = optimizer()
+    params, others, losses_of = taken_apart(built, module, loss_fn)
+    average, opt_state, gradients, metrics = params, tx.init(params), [], []
+    clip = optax.clip_by_global_norm(clip_norm)
 
     @jax.jit
-    def step(params: Any, rest: Any, opt_state: Any, batch: Any) -> Any:
-        (value, rest), gradients = jax.value_and_grad(
-            lambda params: loss(apply, params, rest, batch), has_aux=True
-        )(params)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return params, rest, opt_state, value, gradients
+    @functools.partial(jax.grad, has_aux=True)
+    def slopes_of(params: Any, others: Any, rows: Any, key: Any, total: Any) -> Any:
+        values, recorded, others = losses_of(params, others, rows, key)
 
-    opt_state, losses, gradients = tx.init(params), [], []
-    for number, batch in enumerate(batches_of(model)):
-        num_real = GLOBAL_BATCH_SIZE if number % EPOCH_STEPS else NUM_REAL_IN_LAST
-        real = {name: x[:num_real] for name, x in batch.items()}
-        params, rest, opt_state, value, slopes = step(params, rest, opt_state, real)
-        losses.append(float(value))
-        gradients.append(by_path(slopes))
-    return Run(np.array(losses), gradients, by_path(params), by_path(rest))
+        def part(losses: jax.Array) -> jax.Array:
+            if not losses.ndim:
+                return losses / accumulate
+            weights = rows.get("weight", np.ones(len(losses), "float32"))
+            dims = tuple(range(weights.ndim, losses.ndim))
+            return (losses.astype("float32").mean(dims) * weights).sum() / total
+
+        parts = {k: part(x) for k, x in {"data_loss": values, **recorded}.items()}
+        return sum(parts.values()), (parts, others)
+
+    def penalties_of(params: Any) -> Any:
+        kernels = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+        parts = {
+            name: factor * sum(power(x).sum() for x in kernels)
+            for name, (factor, power) in (penalties or {}).items()
+        }
+        return sum(parts.values(), 0.0), parts
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, grads: Any, average: Any) -> Any:
+        grads, _ = clip.update(grads, clip.init(params))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        params = {**new, **{name: params[name] for name in frozen}}
+        mixed = jax.tree.map(lambda a, x: ema * a + (1 - ema) * x, average, params)
+        return params, opt_state, mixed
+
+    for number, batch in enumerate(batches):
+        weights = batch.get("weight", np.ones(len(next(iter(batch.values())))))
+        key = jax.random.fold_in(jax.random.key(0), number)
+        grads, parts = jax.grad(penalties_of, has_aux=True)(params)
+        for index in range(accumulate):
+            part_key = key if accumulate == 1 else jax.random.fold_in(key, index)
+            rows = {name: x[index::accumulate] for name, x in batch.items()}
+            shares = weights[index::accumulate]
+            is_real = shares.reshape(len(shares), -1).any(axis=1)
+            if not is_real.any():
+                continue
+            rows = {name: x[is_real] for name, x in rows.items()}
+            total = np.float32(denominator or weights.sum())
+            slopes, (found, others) = slopes_of(params, others, rows, part_key, total)
+            grads = jax.tree.map(jnp.add, grads, slopes)
+            parts |= {name: x + parts.get(name, 0.0) for name, x in found.items()}
+        shown = {"loss": sum(parts.values()), "grad_norm": optax.tree.norm(grads)}
+        metrics.append(jax.tree.map(float, shown | parts))
+        gradients.append(by_path(grads))
+        params, opt_state, average = update(params, opt_state, grads, average)
+    losses = np.array([values["loss"] for values in metrics])
+    return Run(losses, gradients, params, others, average, (*metrics,))
 
 
 # Agreement.
@@ -240,13 +288,16 @@ def disagreements(found: Run, expected: Run, tolerance: Tolerance) -> dict[str, 
     """What is not the same in two runs, and by how much; empty if they agree."""
     steps = zip(found.gradients, expected.gradients, strict=True)
     apart = [distance(one, other) for one, other in steps]
+
+    def of_trees(one: Any, other: Any) -> float:
+        return distance(by_path(one), by_path(other))
+
     times = {
         "losses": np.max(abs(found.losses / expected.losses - 1)) / tolerance.values,
         "first gradients": apart[0] / tolerance.first_gradients,
         "gradients": np.max(apart) / tolerance.gradients,
-        "params": distance(found.params, expected.params) / tolerance.params,
-        "statistics": distance(found.statistics, expected.statistics)
-        / tolerance.values,
+        "params": of_trees(found.params, expected.params) / tolerance.params,
+        "statistics": of_trees(found.state, expected.state) / tolerance.values,
     }
     return {
         name: f"{number:.3g} times what is allowed"

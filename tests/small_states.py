@@ -7,6 +7,7 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
+from meshlayout import losses
 
 
 RATE = 0.1
@@ -44,6 +45,39 @@ def create_linen(mesh, module, *args, **options):
         return module.init(jax.random.key(0), jnp.asarray(X), *args)
 
     return create(mesh, build, module=module, **options)
+
+
+class Convolutions(nnx.Module):
+    """Statistics, random numbers, a recorded loss; and a gradient that is rounding."""
+
+    def __init__(self, dtype=None):
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(2, 4, (3, 3), dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, dtype=dtype, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(4, 1, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x))).mean((1, 2))
+        losses.record(self, "activity", 0.1 * jnp.square(x))
+        return self.out(self.drop(x))[:, 0]
+
+
+def image_batch(seed=0, rows=16, real=11):
+    """Images, of which the last ones are padding."""
+    rng = np.random.default_rng(seed)
+    weights = rng.uniform(0.5, 2, rows).astype("float32") * (np.arange(rows) < real)
+    images = rng.normal(size=(rows, 4, 4, 2)).astype("float32")
+    images[real:] = 99
+    return {"x": images, "y": images[:, 0, 0, 0], "weight": weights}
+
+
+def alone(state):
+    """The module of a state, or Linen's variables, on one device."""
+    state = jax.tree.map(jnp.copy, jax.device_put(state, jax.devices()[0]))
+    if state.program.module is None:
+        return state.model
+    return {"params": state.params, **state.model_state}
 
 
 def squares(model, batch):

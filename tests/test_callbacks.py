@@ -155,6 +155,16 @@ def test_a_value_to_watch_that_is_not_there_is_named(kind):
         Scripted(1.0).run(getattr(ml.callbacks, kind)("val_loss"))
 
 
+def test_a_fit_that_does_not_validate_any_more_says_so(state):
+    trainer, callback = ml.Trainer(state, loss_fn), ml.callbacks.EarlyStopping()
+    fit(trainer, callback, validation_data=batches(1))
+    assert message_of(lambda: fit(trainer, callback)) == (
+        "'val_loss' needs validation data again."
+    )
+    with pytest.raises(KeyError, match="the history has no -1, only 'loss', "):
+        trainer.history[-1]
+
+
 # Progress.
 
 
@@ -231,7 +241,9 @@ def test_a_resumed_epoch_counts_its_own_examples(monkeypatch):
 def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     Scripted(1.0, math.nan, math.nan).run()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the loss of epoch 2 is NaN, and training continues.")
+    assert said.startswith(
+        "the loss of epoch 2 is NaN, as NaN in the data makes it, or "
+    )
     assert "ml.callbacks.StopOnNaN()" in said
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())

@@ -16,7 +16,8 @@ from tests.error_messages import message_of
 ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind."
+    "that it matches as it is. dtype= asks for another dtype of the same kind. "
+    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
 )
 
 error_of = functools.partial(message_of, error=ml.errors.CheckpointError)

@@ -202,6 +202,14 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
             "functools.partial or a closure.",
         ),
         (
+            lambda s: s.run(
+                jnp.sin,
+                args=(ml.relayout(np.ones(8), ml.create_mesh().layout("batch")),),
+            ),
+            "run: every replica would get all rows of an array in shards. Take "
+            "strategy.distribute_dataset.",
+        ),
+        (
             lambda s: s.run(lambda: s.reduce("SUM", 1.0, axis=None)),
             "reduce was called in a function that runs on each replica: use "
             "get_replica_context().all_reduce.",

@@ -6,25 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import collectives, losses
 from tests.error_messages import message_of
+from tests.small_states import mesh_of
 
 
 RNG = np.random.default_rng(0)
 LOSSES = RNG.uniform(1, 2, size=8).astype("float32")
 WEIGHTS = np.array([1, 0, 2, 0.5, 0, 0, 1, 3], "float32")
-
-
-def mesh_of(**axes):
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        devices=jax.devices()[: int(np.prod(list(axes.values())))],
-        axis_types=(AxisType.Auto,) * len(axes),
-    )
 
 
 # Averages.
@@ -73,7 +65,7 @@ def test_averages_and_scalings_as_a_gradient_of_replica_code():
         penalty = losses.scale_regularization_loss(losses.l2(0.1)(kernel))
         return jax.lax.psum(average + penalty + 0 * rows.sum(), "batch")
 
-    mesh = mesh_of(batch=2)
+    mesh = mesh_of(batch=2).jax_mesh
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
     value, grad = jax.jit(jax.value_and_grad(mapped))(kernel, rows)
     made = rows @ np.asarray(kernel)
@@ -96,7 +88,7 @@ def in_replicas(function, mask, *arrays, context=None):
 
     mapped = jax.shard_map(
         replica,
-        mesh=mesh_of(batch=4),
+        mesh=mesh_of(batch=4).jax_mesh,
         in_specs=(P("batch"),) * (1 + len(arrays)),
         out_specs=P("batch"),
         check_vma=False,
@@ -137,16 +129,14 @@ def test_shares_of_a_padded_batch_add_up_to_its_average_on_one_device(
 
 
 def test_averages_without_padding_and_the_question_for_it():
-    seen = {}
+    seen, average = {}, losses.compute_average_loss
     for count in (1, 2):  # of losses in a row
-        shares = in_replicas(
-            lambda rows, count=count: losses.compute_average_loss(rows.repeat(count)),
-            *(None, ROWS),
-        )
+        repeated = lambda rows, count=count: average(rows.repeat(count))
+        shares = in_replicas(repeated, None, ROWS)
         np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
-    for function in (losses.compute_average_loss, jnp.sum):
+    for function in (average, jnp.sum):
         in_replicas(function, MASK, ROWS, context=seen)
-        assert seen["replica"].mask_was_read == (function is not jnp.sum)
+        assert seen["replica"].mask_was_read == (function is average)
 
 
 def test_regularization_is_divided_by_the_strategys_replicas():
@@ -234,7 +224,7 @@ def test_penalties_are_sums_over_the_parameters_that_match(regularizer, expected
 def in_two_axes(x):
     mapped = jax.shard_map(
         lambda x: losses.scale_regularization_loss(x.sum())[None],
-        mesh=mesh_of(batch=2, model=4),
+        mesh=mesh_of(batch=2, model=4).jax_mesh,
         in_specs=P("batch"),
         out_specs=P(),
     )

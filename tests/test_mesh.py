@@ -320,8 +320,8 @@ BAD = {
     "are 8. A shape that fits: (batch=2, model=4).",
     "create_mesh(batch=3, model=-1)": "mesh (batch=3, model=-1) needs a multiple of 3 "
     "devices, but there are 8. A shape that fits: (batch=8, model=1).",
-    "create_mesh({'a,b': 8})": "axis name 'a,b' is not a string, is empty, or contains "
-    "one of , = |. Use a name such as 'batch'.",
+    "create_mesh({'a,b': 8})": "axis name 'a,b' must be a string without any of , = |. "
+    "Use a name such as 'batch'.",
     "create_mesh({'batch': 8}, model=2)": "create_mesh got {'batch': 8} and model=. Give "
     "each axis once, with its size: create_mesh({'dp': 2, 'tp': 4}). Options are "
     "devices, dcn and axis_types.",
@@ -330,7 +330,7 @@ BAD = {
     "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give those of "
     "jax.devices(), or texts such as 'CPU:3'.",
     "create_mesh(batch=8, axis_types='explict')": "axis_types='explict' must be 'auto', "
-    "'explicit' or 'manual', or a list with one of them for each axis.",
+    "'explicit' or 'manual'. Or give a list, with one of them for each axis.",
     "create_mesh(replica=8, dcn='replicas')": "dcn names the axis 'replicas', which the "
     "mesh lacks. Did you mean 'replica'?",
     "MESH.axis_size('modle')": "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean "

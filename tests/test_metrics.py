@@ -43,9 +43,7 @@ EVERY = [
 each_metric = pytest.mark.parametrize(
     ("metric", "inputs"), EVERY, ids=[repr(one[0]) for one in EVERY]
 )
-some_metrics = pytest.mark.parametrize(
-    ("metric", "inputs"), [EVERY[at] for at in (0, 2, 5, 7, 10)]
-)
+SOME = [EVERY[at] for at in (0, 2, 5, 7, 10)]
 
 
 def types(tree):
@@ -97,7 +95,7 @@ def test_a_metric_is_frozen_and_keeps_its_types_whatever_is_added(metric, inputs
         one.anything = 1
 
 
-@some_metrics
+@pytest.mark.parametrize(("metric", "inputs"), SOME)
 def test_parts_in_scan_vmap_and_shard_map_make_one_update_with_all(metric, inputs):
     whole = values(updated(metric, inputs, MASK))
     parts = [x.reshape(4, 4, *x.shape[1:]) for x in (*inputs, MASK)]
@@ -324,39 +322,31 @@ def test_top_k_is_that_of_a_stable_sort(seed):
 # Shards.
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@some_metrics
-def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, explicit, mesh_2x4):
-    mesh = mesh_2x4
-    if explicit:
-        kinds = (jax.sharding.AxisType.Explicit,) * 2
-        mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=kinds)
-    rows = [
-        jax.device_put(x, mesh.layout("batch", *[None] * (x.ndim - 1)).sharding)
-        for x in inputs
-    ]
-    mask = jax.device_put(MASK, mesh.layout("batch").sharding)
-    close(values(updated(metric, rows, mask)), values(updated(metric, inputs, MASK)))
+TOKEN_LOGITS = RNG.normal(size=(4, 8, 8)).astype(np.float32)
+BY_TOKEN = (TOKEN_LOGITS, RNG.integers(0, 8, (4, 8)))
+SHARDED = [
+    *((*one, x, MASK) for one in SOME for x in ("auto", "explicit")),
+    *(
+        (metric, BY_TOKEN, "auto", RNG.integers(0, 2, (4, 8)))
+        for metric in (
+            metrics.Accuracy(top_k=3),
+            metrics.Perplexity(),
+            metrics.ConfusionMatrix(8),
+            metrics.F1(num_classes=8),
+        )
+    ),
+]
 
 
-def test_tokens_sharded_on_two_dims_give_what_whole_ones_give():
-    mesh = ml.create_mesh({"batch": 2, "seq": 4})
-    logits = RNG.normal(size=(4, 8, 8)).astype(np.float32)
-    labels = RNG.integers(0, 8, (4, 8))
-    mask = RNG.integers(0, 2, (4, 8))
-    for metric in (
-        metrics.Accuracy(top_k=3),
-        metrics.Perplexity(),
-        metrics.ConfusionMatrix(8),
-        metrics.F1(num_classes=8),
-    ):
-        whole = values(updated(metric, (logits, labels), mask))
-        tokens = mesh.layout("batch", "seq").sharding
-        for specs in (("batch", "seq", None), ("batch", None, "seq")):
-            cut = jax.device_put(logits, mesh.layout(*specs).sharding)
-            given = (cut, jax.device_put(labels, tokens))
-            found = updated(metric, given, jax.device_put(mask, tokens))
-            close(values(found), whole)
+@pytest.mark.parametrize(("metric", "inputs", "types", "mask"), SHARDED)
+def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, types, mask):
+    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
+    dims = ("batch", "model")[: mask.ndim]  # tokens are sharded on two dims
+    whole = values(updated(metric, inputs, mask))
+    *rest, weights = (ml.relayout(x, mesh.layout(*dims, ...)) for x in (*inputs, mask))
+    for specs in [dims, ("batch", None, "model")][: mask.ndim]:  # or by classes
+        rest[0] = ml.relayout(inputs[0], mesh.layout(*specs, ...))
+        close(values(updated(metric, rest, weights)), whole)
 
 
 # Feeding.
@@ -543,6 +533,12 @@ REFUSED = {
     "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),
+    **{
+        f"metrics: 'a': the class {kind.__name__} is no metric; an instance of it is": (
+            lambda kind=kind: ml.make_train_step(lambda m, b: 0, metrics={"a": kind})
+        )
+        for kind in (metrics.Accuracy, nnx.metrics.Average)
+    },
     "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the "
     "entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean "
     "'logit'? ml.metrics.Accuracy(predictions=...) takes the name or position of yours.": (

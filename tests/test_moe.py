@@ -157,6 +157,19 @@ TOKENS = np.random.default_rng(0).integers(0, 16, (8, 8)).astype("int32")
 WEIGHTS = np.arange(8, dtype="float32") / 4  # the first row is padding
 
 
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("choices=9: a token is sent to 1 to num_experts=8", {"choices": 9}),
+        ("dropout_rate are of the Transformer", {"dropout_rate": 0.5}),
+        ("capacity_factor=nan: it is positive", {"capacity_factor": math.nan}),
+    ],
+)
+def test_sizes_that_would_be_ignored_are_refused(words, sizes):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **sizes)
+
+
 def model_of(kind, config):
     """What makes a state, the keywords for it, and what is traced."""
     if kind == "nnx":

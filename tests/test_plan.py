@@ -1,5 +1,6 @@
 """`ml.plan`: what it proposes, estimates, compiles and says."""
 
+import functools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from flax import linen as nn, nnx
 import meshlayout as ml
 from meshlayout.planning import chips, compilation, search
 from meshlayout.planning.compilation import Outcome
-from models import transformer
+from models import moe, transformer
 
 
 CONFIG = transformer.TransformerConfig(
@@ -67,7 +68,8 @@ PROGRAM = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[]) -> f32[] {\n}
 
 def test_the_usual_ways_are_proposed_on_meshes_of_one_to_three_axes(ranking):
     names = {row.name for row in ranking.rows}
-    assert names == {"data", "fsdp", "hybrid fsdp", "tensor", "tensor + fsdp"}
+    tensor = {"tensor", "tensor + fsdp", "tensor, sequence", "tensor, sequence + fsdp"}
+    assert names == {"data", "fsdp", "hybrid fsdp"} | tensor
     assert {len(row.mesh.shape) for row in ranking.rows} == {1, 2, 3}
     assert {row.mesh.size for row in ranking.rows} == {8}
     assert {str(row) for row in ranking.rows} >= {"fsdp, remat=blocks"}
@@ -75,8 +77,8 @@ def test_the_usual_ways_are_proposed_on_meshes_of_one_to_three_axes(ranking):
 
 def test_meshes_divide_a_slice_along_its_grid():
     pytest.importorskip("libtpu")
-    devices = ml.planning.describe_devices("v5e:4x4")
-    shapes = [dict(mesh.shape) for mesh in search.ways.meshes(devices, (4, 4))]
+    target = chips.Slice.of("v5e:4x4")
+    shapes = [dict(mesh.shape) for mesh in search.ways.meshes(target)]
     some = [{"batch": 16}, {"replica": 4, "fsdp": 4}, {"batch": 8, "model": 2}]
     assert all(shape in shapes for shape in some)
     assert all(math.prod(shape.values()) == 16 for shape in shapes)
@@ -94,6 +96,45 @@ def test_the_code_of_every_row_makes_its_mesh_layouts_and_step(ranking):
         expected = ml.TrainState.describe(build, optax.adam(1e-3), row.layouts)
         layouts = [jax.tree.leaves(x) for x in (state.layouts, expected.layouts)]
         assert layouts[0] == layouts[1]
+
+
+SIZES = {"vocab_size": 64, "max_length": 16, "features": 32, "mlp_features": 64}
+RING = functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)
+STAGES = {"num_layers": 4, "is_scanned": True, "microbatches": 2}
+LONG = transformer.TransformerConfig(**SIZES, attention=RING)
+DEEP = transformer.TransformerConfig(**SIZES, **STAGES)
+
+
+@pytest.mark.parametrize(
+    ("way", "axis", "model", "config"),
+    [
+        ("fsdp + context", "seq", transformer.Transformer, LONG),
+        pytest.param(
+            *("data + stages", "stage", transformer.Transformer, DEEP),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("fsdp + experts", "expert", moe.MoE, moe.MoEConfig(**SIZES)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_axes_that_a_model_asks_for_give_the_loss_of_one_device(
+    way, axis, model, config
+):
+    build = lambda: model(config, rngs=nnx.Rngs(0))
+    rows = planned(build=build, remat="none").rows
+    rows = [row for row in rows if row.name == way and not row.error]
+    assert {row.mesh.axis_size(axis) for row in rows} >= {2, 4}
+    names = {"build": build, "loss_fn": token_losses, "step_options": {}}
+    names |= {"optimizer": optax.sgd(0.1), "batch": TOKENS}
+    exec(rows[0].to_code(), names)
+    batch = {"tokens": np.arange(256, dtype="int32").reshape(16, 16) % 64}
+    loss = names["train_step"](names["state"], batch)[1]["loss"]
+    one = ml.LayoutMap(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1]))
+    state = ml.TrainState.create(build, optax.sgd(0.1), one)
+    expected = ml.make_train_step(token_losses)(state, batch)[1]["loss"]
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_linen_model_and_one_without_blocks_are_planned():
@@ -183,13 +224,17 @@ def test_programs_are_compiled_as_the_step_does_it_and_once(tmp_path, monkeypatc
 
 def test_a_slice_is_planned_by_the_tpu_compiler_in_other_processes(tmp_path):
     pytest.importorskip("libtpu")
+    devices = ml.planning.describe_devices("v5e:2x2")
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 4}, devices=devices))
     result = planned(
         tmp_path,
         build=lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)),
         loss_fn=lambda model, x: model(x) ** 2,
         batch=jax.ShapeDtypeStruct((64, 64), "float32"),
+        candidates={"data": layouts},
         topology="v5e:2x2",
-        budget_s=1,
+        budget_s=100,
+        accumulate=1,
         workers=1,
     )
     best = result.best

@@ -1,5 +1,6 @@
 """Programs ahead of time, the doctor and the command line."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -209,6 +210,15 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     assert (program.mesh, program.communication["all_reduce"]) == (here, 1)
 
 
+def test_what_is_looked_at_twice_is_traced_once_for_a_slice_too():
+    pytest.importorskip("libtpu")
+    devices = ml.planning.describe_devices("v5e:2x4")  # of two hosts
+    layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 8}, devices=devices))
+    state = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
+    step, batch = ml.make_train_step(squares), jax.eval_shape(lambda: BATCH)
+    assert step.trace(state, batch).jaxpr is step.trace(state, batch).jaxpr
+
+
 def test_a_target_gets_layout_maps_and_lists_of_batches():
     def loss_fn(model, batch):
         hidden = ml.constrain(model(batch["x"]), "hidden")
@@ -245,17 +255,24 @@ def test_a_program_that_does_not_fit_says_by_how_much():
 
 def machine(monkeypatch, *, devices=("cpu",), hardware=(), versions=(), **variables):
     """Makes JAX, the packages and the environment those of another machine."""
-    pins = ["jaxlib<=0.10.2,>=0.10.1", "jaxlib==0.9.0; extra == 'old'"]
-    pins += [f"{x}<=0.10.2,>=0.10.2; extra == 'cuda'" for x in ("jax-cuda12-plugin",)]
-    pins += ["libtpu==0.0.42.*; extra == 'tpu'"]
-    requires = {"jax": pins, "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2"]}
-    parts = ["ray[train]>=2; extra == 'ray'", "cloudpickle>=3; extra == 'ray'"]
-    requires["meshlayout"] = [*parts, "jax[tpu]; extra == 'tpu'"]
+    requires = {
+        "jax": [
+            *("jaxlib<=0.10.2,>=0.10.1", "jaxlib==0.9.0; extra == 'old'"),
+            "jax-cuda12-plugin[with-cuda]<=0.10.2,>=0.10.2; extra == 'cuda'",
+            "libtpu==0.0.42.*; extra == 'tpu'",
+        ],
+        "jax-cuda13-plugin": ["jax-cuda13-pjrt==0.10.2"],
+        "meshlayout": [
+            *("ray[train]>=2; extra == 'ray'", "cloudpickle>=3; extra == 'ray'"),
+            "jax[tpu]; extra == 'tpu'",
+        ],
+    }
     versions = {"meshlayout": "1", "jax": "0.10.2", "jaxlib": "0.10.2"} | dict(versions)
-    distributions = [
-        types.SimpleNamespace(name=name, version=version, requires=requires.get(name))
-        for name, version in versions.items()
-    ]
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
 
     def local_devices():
         if not devices:
@@ -265,21 +282,14 @@ def machine(monkeypatch, *, devices=("cpu",), hardware=(), versions=(), **variab
             for x in devices
         ]
 
-    monkeypatch.setattr(checkup.metadata, "distributions", lambda: distributions)
+    monkeypatch.setattr(checkup.metadata, "version", version)
     monkeypatch.setattr(checkup.metadata, "requires", requires.get)
     monkeypatch.setattr(checkup.jax, "local_devices", local_devices)
     monkeypatch.setattr(checkup._jax, "visible_accelerators", lambda: [*hardware])
     monkeypatch.setattr(checkup.os, "cpu_count", lambda: 2)
-    variables = {"TFDS_DATA_DIR": "/", "JAX_PLATFORMS": ""} | variables
-    for name in (
-        "NPROC",
-        "XLA_FLAGS",
-        "JAX_NUM_CPU_DEVICES",
-        "https_proxy",
-        "no_proxy",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    names = "NPROC XLA_FLAGS JAX_NUM_CPU_DEVICES https_proxy no_proxy JAX_PLATFORMS"
+    unset = dict.fromkeys(names.split(), "") | {"TFDS_DATA_DIR": "/"}
+    for name, value in (unset | variables).items():
         monkeypatch.setenv(name, value)
 
 
@@ -304,7 +314,7 @@ PJRT = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.1"}
         ("8 virtual devices came too late", {"JAX_NUM_CPU_DEVICES": "8"}),
         ("2 virtual", {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
         ("set NPROC=16 before JAX starts", {"devices": ["cpu"] * 8}),
-        ("add 10.0.0.1 to no_proxy", PROXY),
+        ("add 10.0.0.1 to no_proxy", PROXY | {"no_proxy": "10.0.0.10"}),
         ("'meshlayout[ray] @ ", {"needs": "ray", "versions": {"cloudpickle": "3"}}),
         ("libtpu is not installed", {"needs": "tpu"}),
     ],
@@ -351,7 +361,7 @@ def test_the_checkup_of_this_machine_is_a_table_and_json():
         ml.doctor(needs=["dta"])
     result = ml.doctor()
     assert 'ml.create_mesh({"batch": 8})' in str(result)
-    assert json.loads(json.dumps(vars(result)))["mesh"] == result.mesh
+    assert json.loads(json.dumps(result.to_dict()))["mesh"] == result.mesh
 
 
 # The command line.

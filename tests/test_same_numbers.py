@@ -22,7 +22,6 @@ from models import convnet, mlp, moe, resnet, transformer
 from models.transformer import TransformerConfig
 from tests import raw_steps
 from tests.flax_versions import module_list
-from tests.plain_training import trained_by_hand
 from tests.raw_steps import KINKED, SMOOTH, RawModel, Run, disagreements
 from tests.small_states import assert_close, create, mesh_of, on
 
@@ -183,9 +182,16 @@ def loss_fn_of(model):
 @functools.cache
 def expected_run(name, accumulate=1):
     """The run of raw JAX on one device; computed once."""
-    has_statistics = accumulate > 1 and kind_of(name) == "resnet"
-    loss = raw_steps.microbatch_loss if has_statistics else raw_steps.right_loss
-    return raw_steps.train(MODELS[name], loss)
+    model = MODELS[name]
+    return raw_steps.train(
+        model.build(),
+        loss_fn_of(model),
+        raw_steps.batches_of(model),
+        OPTIMIZER,
+        module=model.module,
+        # Each microbatch has statistics of its own; without them it makes no difference.
+        accumulate=accumulate if kind_of(name) == "resnet" else 1,
+    )
 
 
 def initial_state(name, mesh):
@@ -218,12 +224,7 @@ def disagreements_of(name, state, inputs=(), **options):
         losses.append(metrics["loss"])
         gradients.append(raw_steps.by_path(state.opt_state[0]))
     assert jax.tree.leaves(state.layouts) == layouts
-    found = Run(
-        np.array(losses),
-        gradients,
-        raw_steps.by_path(state.params),
-        raw_steps.by_path(state.model_state),
-    )
+    found = Run(np.array(losses), gradients, state.params, state.model_state)
     expected = expected_run(name, options.get("accumulate", 1))
     return disagreements(found, expected, TOLERANCES.get(kind_of(name), SMOOTH))
 
@@ -352,7 +353,7 @@ def test_steps_agree_with_flax_and_optax_written_by_hand(
         batches.append({"x": x, "y": y, **weights})
     build = lambda: Looking(nnx.Rngs(0))
     count = options.get("accumulate", 1)
-    plain = trained_by_hand(build, loss_fn, batches, tx, accumulate=count)
+    plain = raw_steps.train(build(), loss_fn, batches, tx, accumulate=count)
     for name in ("batch=8", "batch=2 x model=4")[0 if IS_EXHAUSTIVE else 1 :]:
         mesh = mesh_of(**MESHES[name][0])
         state, step = create(mesh, build, tx), ml.make_train_step(loss_fn, **options)

@@ -19,7 +19,6 @@ from tests.error_messages import message_of
 from tests.small_states import (
     DATA,
     X,
-    Y,
     assert_close,
     create,
     linear,
@@ -67,24 +66,26 @@ def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
         assert set(shards) == {(4, 4)}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_rows_from_the_host_that_do_not_divide_are_an_error(mesh, name):
+UNEVEN = (
+    "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
+    "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop rows, "
+    "or take ml.distribute_dataset(source, mesh), which pads the last batch and gives "
+    "the padding weight 0."
+)
+EMPTY = "the batch has no examples, and there is nothing to learn from it."
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [(name, 10, UNEVEN) for name in STEPS]
+    + [(name, 0, EMPTY) for name in ("eval", "train")],
+)
+def test_rows_from_the_host_that_no_step_can_take_are_refused(
+    mesh, name, rows, message
+):
     state = create(mesh, rules={"kernel": (None, "model")})
-    batch = jax.tree.map(lambda x: x[:10], DATA)
-    assert message_of(lambda: STEPS[name]()(state, batch)) == (
-        "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
-        "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop "
-        "rows, or take ml.distribute_dataset(source, mesh), which pads the last batch "
-        "and gives the padding weight 0."
-    )
-
-
-@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
-def test_a_batch_without_examples_is_refused(mesh, make):
-    batch = {"x": X[:0], "y": Y[:0]}
-    assert message_of(lambda: make(squares)(create(mesh), batch)) == (
-        "the batch has no examples, and there is nothing to learn from it."
-    )
+    batch = jax.tree.map(lambda x: x[:rows], DATA)
+    assert message_of(STEPS[name](), state, batch) == message
 
 
 # Devices that would all compute the same.
@@ -100,31 +101,29 @@ MESSAGE = (
 )
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_whose_devices_all_compute_the_same_is_an_error(name):
-    mesh, step = mesh_of(rows=8), STEPS[name]()
-    (placed,) = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
-    for batch in (DATA, DATA, placed):  # not only at the first call
-        assert message_of(lambda: step(create(mesh), batch)) == MESSAGE  # noqa: B023
-
-
-TRAINER_CALLS = {
-    "fit": lambda trainer: trainer.fit(DATA, batch_size=8, progress=False),
-    "evaluate": lambda trainer: trainer.evaluate(DATA, batch_size=8),
-    "evaluate batches": lambda trainer: trainer.evaluate([DATA]),
-    "predict": lambda trainer: trainer.predict(DATA, batch_size=8),
-}
-
-
 def trainer_of(state, loss_fn=squares, **options):
     return ml.Trainer(state, loss_fn, predict_fn=predictions, **options)
 
 
-@pytest.mark.parametrize("name", TRAINER_CALLS)
-def test_a_trainer_whose_devices_all_compute_the_same_is_an_error(name):
-    for steps in (1, 2):
-        trainer = trainer_of(create(mesh_of(rows=8)), steps_per_call=steps)
-        assert message_of(lambda: TRAINER_CALLS[name](trainer)) == MESSAGE  # noqa: B023
+# Of a trainer, and steps.
+CALLS = {
+    "fit": lambda x, *_: trainer_of(x).fit(DATA, batch_size=8, progress=False),
+    "fit, 2 steps": lambda x, *_: trainer_of(x, steps_per_call=2).fit(
+        DATA, batch_size=8, progress=False
+    ),
+    "evaluate": lambda x, *_: trainer_of(x).evaluate(DATA, batch_size=8),
+    "evaluate batches": lambda x, *_: trainer_of(x).evaluate([DATA]),
+    "predict": lambda x, *_: trainer_of(x).predict(DATA, batch_size=8),
+    **{name: lambda x, step, batch: step(x, batch) for name in STEPS},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_devices_that_would_all_compute_the_same_are_an_error(name):
+    mesh, step = mesh_of(rows=8), STEPS[name]() if name in STEPS else None
+    (placed,) = ml.distribute_dataset(DATA, mesh, global_batch_size=16)
+    for batch in (DATA, DATA, placed) if step else (DATA,):  # not only the first call
+        assert message_of(CALLS[name], create(mesh), step, batch) == MESSAGE
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,8 @@ def test_misspelled_options_are_named_by_every_public_call(name):
 
 
 def test_reflexes_of_other_libraries_are_answered(state):
-    assert message_of(ml.Trainer(state).predict, [BATCH], steps=3) == (
-        "predict got steps=. No such option exists."
+    assert message_of(ml.Trainer(state).predict, [BATCH], workers=3) == (
+        "predict got workers=. No such option exists."
     )
     assert message_of(ml.Trainer(state).fit, BATCH, sample_weight=[1.0]) == (
         "fit got sample_weight=. Weights go into the data: {'x': x, 'y': y, 'weight': "

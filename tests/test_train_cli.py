@@ -167,12 +167,16 @@ REFUSED = {
         "stage again in any case; leave --remat out"
     ),
     "--layouts pipeline --batch-size 24": (
-        "argument --global-batch-size: 24 rows do not divide into the 16 microbatches "
-        "of the stages; multiples of it do"
+        "argument --global-batch-size: 24 rows do not divide into 32, the microbatches "
+        "of the stages and the shards of each; multiples of it do"
     ),
     "--layouts pipeline --mesh stage=8": (
         "argument --mesh: the 4 layers do not divide into 8 shards over mesh axis "
         "'stage'; sizes that do: 1, 2, 4"
+    ),
+    "--layouts expert --precision float16": (
+        "argument --precision: on CPU, the attention of JAX does not compute in "
+        "float16; take bfloat16"
     ),
     "--model gpt --flax nnx": "argument --flax: gpt has one variant; leave --flax out",
     "--processes 3": (

@@ -80,13 +80,32 @@ def numpy_epochs(state, batches, epochs, rate=0.05):
 # Training.
 
 
-def test_fit_is_gradient_descent_on_the_real_examples(mesh):
-    state = create_state(mesh)
-    batches = cut(examples(22), 8)  # the last one has 6
+def pair_loss(model, batch):
+    x, y = batch
+    return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
+
+
+def weighted_pair_loss(model, batch):
+    return pair_loss(model, batch[:2])
+
+
+@pytest.mark.parametrize("kind", ["batches", "tuples", "dict", "tuple", "labels"])
+def test_fit_is_gradient_descent_on_the_real_examples(mesh, kind):
+    data, state = examples(22), create_state(mesh)
+    batches, pair = cut(data, 8), (data["x"], data["y"])  # the last one has 6
     w, b, losses = numpy_epochs(state, batches, epochs=3)
-    # A second program would be an error: the one for 8 rows serves all.
-    trainer = ml.Trainer(state, loss_fn, on_recompile="error")
-    history = quiet_fit(trainer, batches, epochs=3)
+    tuples = [(one["x"], one["y"]) for one in batches]
+    every = {"batches": [batches], "tuples": [tuples], "dict": [data], "tuple": [pair]}
+    arrays, is_cut = every.get(kind, pair), kind in ("batches", "tuples")
+    # A second program would be an error: the one for 8 rows serves all. Weights of
+    # tuples are in the place that is named.
+    options = {"on_recompile": "error"} if is_cut else {}
+    options |= {"weights": 2} if kind == "tuples" else {}
+    size = {} if is_cut else {"batch_size": 8, "shuffle": None}
+    losses_of = {"batches": loss_fn, "dict": loss_fn, "tuples": weighted_pair_loss}
+    trainer = ml.Trainer(state, losses_of.get(kind, pair_loss), **options)
+    more = {**size, "validation_data": pair if len(arrays) == 2 else arrays[0]}
+    history = quiet_fit(trainer, *arrays, epochs=3, **more)
     params = params_of(trainer.state)
     # float32 against float64 over nine steps
     np.testing.assert_allclose(params["kernel"][:, 0], w, atol=1e-5)
@@ -94,6 +113,10 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh):
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
     assert history.epochs == [1, 2, 3]
     assert history is trainer.history
+    for sizes in ({},) if is_cut else ({"batch_size": 8}, {"batch_size": 4}):
+        # With 4 rows it is another program, of which nobody is warned.
+        measured = trainer.evaluate(*arrays, **sizes)["loss"]
+        np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
 
 
 def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
@@ -151,19 +174,6 @@ def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
     np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
     assert [record.getMessage() for record in caplog.records].count(said) == 1
-
-
-def test_tuples_carry_weights_in_the_place_that_is_named(mesh):
-    def tuple_loss(model, batch):
-        x, y, _ = batch
-        return loss_fn(model, {"x": x, "y": y})
-
-    data = cut(examples(14), 8)
-    state = create_state(mesh)
-    _, _, (loss,) = numpy_epochs(state, data, epochs=1)
-    trainer = ml.Trainer(state, tuple_loss, weights=2)
-    history = quiet_fit(trainer, [(one["x"], one["y"]) for one in data])
-    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -297,26 +307,29 @@ def numbered(*numbers):
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "seen"),
+    ("data", "epochs", "steps", "seen", "num_epochs"),
     [
-        (numbered(1, 2), {}, [1, 2, 1, 2]),
-        (lambda: iter(numbered(1, 2)), {}, [1, 2, 1, 2]),
-        (numbered(1, 2, 3), {"steps_per_epoch": 2}, [1, 2, 3, 1]),
-        (
-            iter(numbered(*range(9))),
-            {"steps_per_epoch": 3},
-            [0, 1, 2, 3, 4, 5, 6, 7, 8],
-        ),
+        (numbered(1, 2), 2, None, [1, 2, 1, 2], 2),
+        (lambda: iter(numbered(1, 2)), 2, None, [1, 2, 1, 2], 2),
+        (numbered(1, 2, 3), 2, 2, [1, 2, 3, 1], 2),
+        (iter(numbered(*range(9))), 2, 3, [*range(6)], 2),
+        # An iterator that ends, ends training.
+        (iter(numbered(1, 2, 3, 4)), 9, 3, [1, 2, 3, 4], 2),
+        (iter(numbered(1, 2, 3, 4)), 9, 4, [1, 2, 3, 4], 1),
     ],
-    ids=["a list", "a function", "a list by steps", "an iterator"],
 )
-def test_epochs_are_passes_or_steps_and_an_iterator_goes_on(data, options, seen):
+def test_epochs_are_passes_or_steps_and_an_iterator_goes_on(
+    data, epochs, steps, seen, num_epochs
+):
     trainer = Counted()
-    quiet_fit(trainer, data, 2, **options)
-    if len(seen) > 4:  # in a later fit, too
-        quiet_fit(trainer, data, 1, **options)
+    history = quiet_fit(trainer, data, epochs, steps_per_epoch=steps)
     assert trainer.seen == seen
-    assert trainer.history.epochs == [*range(1, len(trainer.history.epochs) + 1)]
+    assert history.epochs == [*range(1, num_epochs + 1)]
+    over = "the training data ended at step 4" if epochs == 9 else ""
+    assert history.stopped == over
+    if len(seen) == 6:  # in a later fit, too
+        quiet_fit(trainer, data, steps_per_epoch=steps)
+        assert (trainer.seen, history.epochs) == ([*range(9)], [1, 2, 3])
 
 
 def test_an_overridden_step_of_several_batches_always_gets_a_list():
@@ -336,15 +349,6 @@ def test_a_state_on_one_device_needs_no_mesh(mesh):
     assert trainer.predict(examples(6), batch_size=4)["out"].shape == (6,)
 
 
-@pytest.mark.parametrize("steps", [3, 4])
-def test_an_iterator_that_ends_ends_training(steps):
-    trainer = Counted()
-    history = quiet_fit(trainer, iter(numbered(1, 2, 3, 4)), 9, steps_per_epoch=steps)
-    assert trainer.seen == [1, 2, 3, 4]
-    assert history.stopped == "the training data ended at step 4"
-    assert len(history.epochs) == (2 if steps == 3 else 1)
-
-
 def test_predict_returns_every_row_in_order_and_no_padding(mesh):
     rows = examples(21)["x"]
     pair = ml.Trainer(create_state(mesh), predict_fn=lambda model, x: (model(x), x))
@@ -360,11 +364,6 @@ def test_predict_returns_every_row_in_order_and_no_padding(mesh):
         {"x": data["x"][:5]}, mesh, global_batch_size=8, weights="weight"
     )
     np.testing.assert_array_equal(trainer.predict(padded), data["x"][:5])
-
-
-def pair_loss(model, batch):
-    x, y = batch
-    return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
 
 
 class Frame:
@@ -650,6 +649,27 @@ def test_an_attribute_that_would_change_nothing_cannot_be_set(mesh):
     assert int(trainer.state.step) == 1
 
 
+def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh):
+    trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(8)
+    for call, words in {
+        lambda: trainer.fit(data, validation_steps=3): "itertools.islice(batches, n)",
+        lambda: ml.Trainer(1, loss_fn, 2): "Trainer(ml.TrainState.create(build",
+        lambda: ml.distribute_dataset(data, global_batch_size=8): "(data, mesh, global",
+        lambda: ml.Checkpointer("x", save_best_only=True): "best=('val_loss', 'min')",
+        lambda: ml.Checkpointer(
+            "x", max_to_keep=3
+        ): "ml.Checkpointer(directory, keep=3)",
+    }.items():
+        assert words in message_of(call)
+    dataset = ml.distribute_dataset(data, mesh, global_batch_size=8)
+    assert repr(dataset) == "DistributedDataset(global_batch_size=8, batches=1)"
+    with pytest.raises(TypeError) as caught:
+        quiet_fit(trainer, data["x"], data["y"], batch_size=8)
+    assert "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts." in (
+        caught.value.__notes__
+    )
+
+
 BAD_STEP = {"train_step": lambda *_: (0, 1)}
 WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
@@ -685,6 +705,11 @@ WRONG = {
     "the source is empty: it yielded no examples.": (
         lambda data: Counted().fit({"i": np.ones(0)}, batch_size=2)
     ),
+    "fit: a strategy's batches are for its run. Give arrays, or ml.distribute_dataset(": (
+        lambda data: Counted().fit(
+            ml.distribute.MirroredStrategy().distribute_dataset(examples(8), 8)
+        )
+    ),
     "train yielded no batch. Perhaps it is": lambda data: Counted().fit(iter([])),
 }
 
@@ -695,28 +720,6 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
 
 
 # Arrays.
-
-
-@pytest.mark.parametrize("kind", ["dict", "tuple", "labels"])
-def test_arrays_train_with_a_batch_size(mesh, kind):
-    data, state = examples(22), create_state(mesh)
-    pair = data["x"], data["y"]
-    arrays = {"dict": (data,), "tuple": (pair,), "labels": pair}[kind]
-    w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
-    trainer = ml.Trainer(state, loss_fn if kind == "dict" else pair_loss)
-    history = trainer.fit(
-        *arrays,
-        epochs=2,
-        validation_data=arrays[0] if len(arrays) == 1 else pair,
-        batch_size=8,
-        shuffle=None,
-        progress=False,
-    )
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
-    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
-    for size in (8, 4):  # another program, of which nobody is warned
-        measured = trainer.evaluate(*arrays, batch_size=size)["loss"]
-        np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
 
 
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():

@@ -47,7 +47,8 @@ _COLUMNS = ("differs", "wanted", "saved")
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind."
+    "that it matches as it is. dtype= asks for another dtype of the same kind. "
+    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
 )
 
 
@@ -494,10 +495,6 @@ def match(
             f"{source} does not fit the state to restore: {wrong.summary()}.\n"
             f"{wrong.table(_SHOWN)}\n{_ADVICE}"
         )
-        if any(path.startswith("extra/") for path in extra):
-            msg += (
-                " What a step keeps in `extra` is there in train_step.prepare(state)."
-            )
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
@@ -589,6 +586,5 @@ def abstract_leaf(leaf: Leaf) -> Any:
     """Returns a leaf without its array, which may be large, for `Request.like`."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    kind = jax.typeof(leaf)
-    options = {"sharding": leaf.sharding, "weak_type": kind.weak_type}
+    options = {"sharding": leaf.sharding, "weak_type": jax.typeof(leaf).weak_type}
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **options)

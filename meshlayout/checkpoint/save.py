@@ -82,8 +82,7 @@ class Save:
         try:
             with taking_part():
                 self._write()
-            # Else the checkpointer, and its lock, would outlive its last reference.
-            _unfinished.discard(self)
+            _unfinished.discard(self)  # else it would keep a lost checkpointer's lock
             self.after = lambda: None
             self.end.set_result(None)
         except BaseException as error:

@@ -135,13 +135,16 @@ class DistributedDataset:
         return self._plan.options.weights if self._plan.has_weights else None
 
     def __len__(self) -> int:
-        steps = self._plan.num_steps
-        if steps is None:
+        if (steps := self._plan.num_steps) is None:
             raise TypeError(
                 "this dataset does not know how many batches it has. "
                 "itertools.islice(iterator, steps) takes a number of them."
             )
         return steps
+
+    def __repr__(self) -> str:
+        size, steps = self.global_batch_size, self._plan.num_steps
+        return f"DistributedDataset(global_batch_size={size}, batches={steps})"
 
     def __iter__(self) -> DataIterator:
         return self.iterator()

@@ -120,8 +120,8 @@ def batch_layout(
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         shown = _checks.shown(layout_or_mesh)
         raise DataError(
-            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. For a "
-            "list of entries, write mesh.layout(...)."
+            f"batches need a Layout, a mesh or a NamedSharding, got {shown}. One is "
+            "for all entries: distribute_dataset(data, mesh, global_batch_size=8)."
         )
     return Layout.of(layout_or_mesh)
 

@@ -100,6 +100,9 @@ class Arguments:
         if isinstance(x, jax.Array):
             # It may have been placed elsewhere, as another strategy's.
             is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
+            if is_placed and not x.sharding.is_fully_replicated:
+                msg = "run: every replica would get all rows of an array in shards."
+                raise StrategyError(f"{msg} Take strategy.distribute_dataset.")
             is_here = is_placed and _is_whole(x.sharding, x.ndim, self._mesh.jax_mesh)
             if is_placed and not is_here and x.is_fully_addressable:
                 return _jax.put(x, self._mesh.layout(...).with_rank(x.ndim).sharding)

@@ -1,7 +1,6 @@
 """Code on shards: what models exchange along a mesh axis where layouts cannot say it.
 
-A layout says where the parts of an array are; the compiler then moves whole arrays. An
-algorithm that meets one shard after another, such as ring attention, runs under
+An algorithm that meets one shard after another, such as ring attention, runs under
 `jax.shard_map` here, on one mesh axis; all other axes stay with the compiler.
 """
 

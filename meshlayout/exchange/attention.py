@@ -171,10 +171,7 @@ def _attend(
     deterministic: bool,
     flax: FlaxArguments,
 ) -> jax.Array:
-    """Checks the arguments of an attention function, and calls what exchanges shards.
-
-    That of one device, if there is no axis to exchange them along.
-    """
+    """Checks arguments, and calls what exchanges shards if there is an axis for it."""
 
     def check(passes: object, fact: str, fix: str = "") -> None:
         if not passes:

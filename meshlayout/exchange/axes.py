@@ -1,12 +1,13 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from meshlayout import _checks
 from meshlayout.errors import MeshError
@@ -14,6 +15,9 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 T = TypeVar("T")
+
+# Who asks for which axes, and to pass how many microbatches, if it is of interest.
+asked_axes: ContextVar[dict[str, tuple[str, int]]] = ContextVar("asked_axes")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,6 @@ class MeshAxis:
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
 
-    def index(self) -> jax.Array:
-        """Returns the place of this device on the axis, an int32 scalar."""
-        return jax.lax.axis_index(self.name)
-
     def shift(self, shards: T, steps: int) -> T:
         """Returns the shards of the devices so many places before this one, in a ring.
 
@@ -58,7 +58,7 @@ class MeshAxis:
 
 
 def find_axis(
-    name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str
+    name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str, passes: int = 1
 ) -> MeshAxis | None:
     """Returns an axis of a mesh, or None if there is nobody to exchange shards with.
 
@@ -69,6 +69,7 @@ def find_axis(
     if not isinstance(name, str):
         msg = f"{where}: axis must be the name of one mesh axis, got "
         raise MeshError(f"{msg}{_checks.shown(name)}.")
+    asked_axes.get({})[name] = where, passes
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
     found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
@@ -92,8 +93,7 @@ def run_on_auto_axes(
     types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
 
-    def on_mesh(spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(axis.mesh, spec)
+    on_mesh = functools.partial(NamedSharding, axis.mesh)
 
     def placed(x: jax.Array) -> jax.Array:
         return jax.sharding.reshard(x, on_mesh(jax.typeof(x).sharding.spec))
@@ -106,11 +106,9 @@ def run_on_auto_axes(
     return jax.jit(run)(*jax.tree.map(placed, operands))
 
 
-def nearest(value: int, numbers: int | Iterable[int]) -> str:
+def nearest(value: int, numbers: int | Sequence[int]) -> str:
     """Returns a sentence with the numbers next to a value, or multiples of a number."""
     if isinstance(numbers, int):
         numbers = range(numbers, value + numbers + 1, numbers)
-    below, above = [], []
-    for number in numbers:
-        (below if number < value else above).append(number)
+    below, above = ([n for n in numbers if s * n < s * value] for s in (1, -1))
     return f"Nearest that would: {' and '.join(map(str, below[-1:] + above[:1]))}."

@@ -71,7 +71,7 @@ class Ring:
         return jnp.concatenate(parts, axis=1)
 
     def _is_odd(self) -> jax.Array:
-        return self.axis.index() % 2 == 1
+        return jax.lax.axis_index(self.axis.name) % 2 == 1
 
     def _swap(self, x: jax.Array, half: int, *, back: bool = False) -> jax.Array:
         """Sends one half of each shard, chunk j of 2n, to device j or 2n - 1 - j."""
@@ -112,7 +112,7 @@ class Ring:
     ) -> Iterator[tuple[Any, Any, Block]]:
         """Yields the chunks of queries and keys that meet, by index, and the block."""
         k, v, key_segments = keys
-        index = self.axis.index()
+        index = jax.lax.axis_index(self.axis.name)
         source = (index - shift) % self.axis.size
         pairs: list[tuple[Any, Any, bool]] = [(0, 0, True)]
         if self.zigzag and isinstance(shift, int) and shift == 0:
@@ -131,10 +131,8 @@ class Ring:
             if is_partial:
                 columns = offset + jnp.arange(self.num_columns)
                 masks += self.rules.visible(start + jnp.arange(self.num_rows), columns)
-                if (
-                    not self.zigzag
-                    and self.num_columns * self.axis.size > self.num_keys
-                ):
+                num_columns = self.num_columns * self.axis.size
+                if not self.zigzag and num_columns > self.num_keys:
                     padding = [(columns < self.num_keys)[None, None, None, None]]
             if mask is not None:
                 size = self.num_columns

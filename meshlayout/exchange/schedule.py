@@ -2,17 +2,15 @@
 
 As in GSPMD (Xu et al., 2021, arXiv:2105.04663, section 3.3), the state of all stages is
 one array with a dim of stages, laid over the mesh axis; the stages' function is mapped
-over that dim, and a roll by one hands each microbatch to the next stage, for which the
-compiler sends a collective-permute. These are plain operations on global arrays, with
-gradients, and the other axes of the mesh stay free.
+over that dim, and a roll by one, a collective-permute, hands each microbatch on. These
+are plain operations on global arrays, with gradients; the other mesh axes stay free.
 
 Microbatches wait in a queue that lies over the stages, too: each stage stores its share
 and hands one on for each that the first stage takes, which leaves a finished one in
 exchange. So no device gathers the rows of all.
 
-The layers of one stage are written out, not scanned: with a loop in the loop, the TPU
-compiler would add up gradients of data-parallel devices for every microbatch; the sums
-of one loop it moves behind it (tests/test_pipeline.py notices).
+The layers of one stage are written out: in nested loops, the TPU compiler would add up
+data-parallel gradients for every microbatch (tests/test_pipeline.py notices).
 """
 
 import math
@@ -47,7 +45,7 @@ def stages(
     mesh: Mesh | jax.sharding.Mesh,
     axis: str = "stage",
     *,
-    pattern: str = "blocks/",
+    pattern: str = r"blocks/(?!\d+/)",
     schedule: Schedule = "gpipe",
 ) -> LayoutMap:
     """Returns the map that gives each device the layers of its pipeline stage.
@@ -58,7 +56,8 @@ def stages(
     Args:
         mesh: The mesh.
         axis: The mesh axis of the stages.
-        pattern: A regular expression that is found in the paths of the stacks.
+        pattern: A regular expression that is found in the paths of the stacks. By
+            default not in `blocks/0/kernel`, which is one layer's.
         schedule: With `"circular"`, the second dim is sharded: that of the layers of a
             round, where `pipeline` has `rounds`.
 
@@ -140,7 +139,7 @@ def pipeline(
     num_dims = 1 if rounds is None else 2
     lead = _leading("stacked_params", stacked_params, num_dims)
     (rows,) = _leading("x", x, 1)
-    found = find_axis(axis, mesh, "pipeline")
+    found = find_axis(axis, mesh, "pipeline", count)
     size = 1 if found is None else found.size
     what, problem, fix = "layers", "", ""
     if rounds is not None:
@@ -151,12 +150,19 @@ def pipeline(
         elif rounds != lead[0]:
             dims = f"the leading dims of stacked_params are {lead}"
             problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
+    elsewhere = {axis, *_jax.manual_axis_sizes()}
+    row_axes = () if found is None else batch_axes(found.mesh)
+    row_axes = tuple(name for name in row_axes if name not in elsewhere)
+    shards = 1 if found is None else math.prod(found.mesh.shape[x] for x in row_axes)
+    counts = [n for n in range(1, rows + 1) if rows % n == 0]
+    shards, row_axes = (shards, row_axes) if rows % shards == 0 else (1, ())
     if lead[-1] % size:
         problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
         fix = nearest(lead[-1], size)
-    elif found is not None and rows % count:
+    elif found is not None and (rows % count or rows // count % shards):
         problem = f"{rows} rows do not divide into microbatches={count}"
-        fix = nearest(count, [n for n in range(1, rows + 1) if rows % n == 0])
+        problem += f" of rows for {shards} shards over {row_axes}" * (shards > 1)
+        fix = nearest(count, [n for n in counts if rows // n % shards == 0])
     if problem:
         raise LayoutError(f"pipeline: {problem}. {fix}".rstrip())
 
@@ -175,11 +181,6 @@ def pipeline(
     dims = (rounds, size, math.prod(lead) // (rounds * size))
 
     def run(mesh_axis: MeshAxis, params: PyTree, x: X) -> X:
-        elsewhere = {axis, *_jax.manual_axis_sizes()}
-        row_axes = tuple(x for x in batch_axes(mesh_axis.mesh) if x not in elsewhere)
-        shards = math.prod(mesh_axis.mesh.shape[name] for name in row_axes)
-        if rows // count % shards:
-            shards, row_axes = 1, ()
         grid = _Grid(mesh_axis, row_axes, (shards, count, rows // count // shards))
         params = grid.lay(_reshape(params, num_dims, dims), 1)
         return _run(grid, layer, params, x, remat=remat)

@@ -1,10 +1,9 @@
 """`dispatch`: tokens go to the devices of their experts, and results come back.
 
 To sort tokens by expert the compiler gathers all of them, or all experts, on every
-device. Here each device sorts its own tokens and exchanges them in buckets, of one
-static size for each pair of devices. What overflows a bucket goes in later rounds of
-the same size, which are skipped if no device needs them: nothing is dropped however
-uneven the load is, and memory and bytes are those of an even one.
+device. Here each device sorts its own and exchanges them in buckets of a static size.
+What overflows goes in later rounds, which are skipped if no device needs them: nothing
+is dropped, however uneven the load, and memory and bytes are those of an even one.
 """
 
 import functools

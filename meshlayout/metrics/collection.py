@@ -122,8 +122,7 @@ class Metrics(Mapping[str, Any]):
             try:
                 updated[name] = metric.merge(_measured(metric, named, weights))
             except MetricError as error:  # names its class, of which there may be two
-                msg = f"metric {name!r}: {error}"
-                raise MetricError(msg) from None
+                raise MetricError(f"metric {name!r}: {error}") from None
         return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":
@@ -154,10 +153,7 @@ class Metrics(Mapping[str, Any]):
             return values.compute()
 
     def to_host(self) -> dict[str, Any]:
-        """Returns the values by name, as Python floats and NumPy arrays.
-
-        Use this to log or print: it waits for the device.
-        """
+        """Waits, and returns the values by name, as Python floats and NumPy arrays."""
         values = self.local_values()
         return {name: jax.tree.map(_on_host, x) for name, x in values.items()}
 

@@ -216,11 +216,12 @@ def _scan(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     consts, rest = args[:num_consts], args[num_consts:]
     carry, stacked = rest[:num_carry], rest[num_carry:]
     block([x.dims[0] for x in stacked], STACKED)
-    slices = [made_of([x], x.shape[1:], x.dims[1:]) for x in stacked]
+    slices = [replace(x, shape=x.shape[1:], dims=x.dims[1:]) for x in stacked]
     results = _looped(flow, body, consts, carry, slices, max(1, length))
     loop = fresh_dims((length,), STACKED)
     stacks = [
-        made_of([x], (length, *x.shape), (*loop, *x.dims)) for x in results[num_carry:]
+        replace(x, shape=(length, *x.shape), dims=(*loop, *x.dims))
+        for x in results[num_carry:]
     ]
     return [*results[:num_carry], *stacks]
 

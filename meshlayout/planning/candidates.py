@@ -1,21 +1,24 @@
-"""The meshes and layouts that `plan` compares, each with the code to paste."""
+"""The meshes and layouts that `plan` compares, made by the code to paste."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _checks, _jax
-from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout import _checks, parallel
+from meshlayout._annotations import Leaf, PyTree
+from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
-from meshlayout.parallel import compose, data_parallel, fsdp, tensor_parallel
+from meshlayout.planning.chips import Slice
 from meshlayout.planning.rows import Row
 from meshlayout.state.train_state import Optimizer, _transformation
 
@@ -25,13 +28,26 @@ Candidates: TypeAlias = Mapping[str, "LayoutMap | Callable[[Mesh], LayoutMap]"]
 _LARGEST_MODEL_AXIS = 16  # what it sends grows with it
 
 
-def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
-    """Returns the meshes of one to three axes that divide a slice along its grid."""
-    count, sides = len(devices), {size for size in grid if size > 1}
+@dataclass
+class Traits:
+    """What a traced model shows of how it can be laid out."""
+
+    # Axes that it asks for, which function does, and in how many microbatches.
+    axes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)  # of activations that it constrains
+    stacks: str = ""  # a pattern of the parameters that loops read layer by layer
+
+
+def meshes(target: Slice, axis: str = "") -> Iterator[Mesh]:
+    """Yields the meshes of one to three axes that divide a slice along its grid.
+
+    With an axis that a model asks for, those that have it beside one for the batch.
+    """
+    count, sides = len(target.devices), {size for size in target.grid if size > 1}
     # Part of one side of the grid, or whole sides.
     parts = {n for side in sides for n in range(2, side + 1) if side % n == 0}
-    for number in range(2, len(grid)):
-        parts |= {math.prod(x) for x in itertools.combinations(grid, number)}
+    for number in range(2, len(target.grid)):
+        parts |= {math.prod(x) for x in itertools.combinations(target.grid, number)}
     parts = sorted(n for n in parts if count % n == 0 and 1 < n < count)
     models = [n for n in parts if n <= _LARGEST_MODEL_AXIS]
     shards = [n for n in parts if n in sides or len(sides) == 1]
@@ -43,65 +59,89 @@ def meshes(devices: Sequence[_jax.Device], grid: Sequence[int]) -> list[Mesh]:
         for n, m in itertools.product(shards, models)
         if count % (n * m) == 0 and n * m < count
     ]
-    known: list[Mesh] = []
+    if axis:
+        shapes = [{"batch": count // n, axis: n} for n in {*models, count} - {1}]
     for shape in shapes:
-        try:
-            known.append(create_mesh(shape, devices=devices))
-        except MeshError:  # JAX finds no order of the devices for it
-            continue
-    return known
+        # JAX may find no order of the devices for it.
+        with contextlib.suppress(MeshError):
+            yield create_mesh(shape, devices=target.devices)
 
 
 def proposals(
-    mesh: Mesh, topology: str, model: Any, inputs: Batch, call: Callable[..., Any]
+    target: Slice, values: Mapping[str, object], traits: Traits
 ) -> Iterator[Row]:
-    """Yields the usual layouts for a mesh."""
-    arguments = "(mesh, build, batch, call=loss_fn)"
-    rest, parts = (
-        f"ml.parallel.fsdp{arguments}",
-        f"ml.parallel.tensor_parallel{arguments}",
-    )
+    """Yields the usual layouts, and those for axes that a model asks for.
 
-    def sharded() -> LayoutMap:
-        return fsdp(mesh, model, inputs, call=call)
-
-    def tensor() -> LayoutMap:
-        return tensor_parallel(mesh, model, inputs, call=call)
-
-    ways: dict[str, tuple[str, Callable[[], LayoutMap]]] = {}
-    if "model" not in mesh:
-        ways["hybrid fsdp" if "fsdp" in mesh else "fsdp"] = rest, sharded
-    if "model" not in mesh and "fsdp" not in mesh:
-        ways["data"] = "ml.parallel.data_parallel(mesh)", lambda: data_parallel(mesh)
-    if "model" in mesh and "fsdp" not in mesh:
-        ways["tensor"] = parts, tensor
-    if "model" in mesh:
-        both = f"ml.parallel.compose({parts}, {rest})"
-        ways["tensor + fsdp"] = both, lambda: compose(tensor(), sharded())
-    for name, (text, make) in ways.items():
-        row = Row(name, topology, mesh, LayoutMap(mesh), (f"layouts = {text}",))
-        try:
-            with _checks.noted(f"while plan traces the candidate {name!r}"):
-                row = replace(row, layouts=make())
-        except LayoutMapError as error:  # nothing can be sharded
-            row = replace(row, error=str(error).splitlines()[0])
-        yield row
+    `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
+    """
+    space = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
+    call = f"{next(iter(values))}, batch, call=loss_fn"
+    # What the model asks for is known when the first candidate has been traced.
+    for axis in itertools.chain([""], traits.axes):
+        for mesh in meshes(target, axis):
+            batch, ways = _ways(mesh, axis, call, traits)
+            known = {**values, "ml": space, "mesh": mesh}
+            for name, *code in ways:
+                names = "layouts", "activations"
+                lines = tuple(map("{} = {}".format, names, code))
+                none = LayoutMap(mesh)
+                row = Row(name, target.name, mesh, none, none, batch, lines)
+                row = replace(row, microbatches=traits.axes.get(axis, ("", 1))[1])
+                try:
+                    with _checks.noted(f"while plan traces the candidate {name!r}"):
+                        maps = {
+                            x: eval(y, known) for x, y in zip(names, code, strict=True)
+                        }
+                        row = replace(row, **maps)
+                except LayoutMapError as error:  # nothing can be sharded
+                    row = replace(row, error=str(error).splitlines()[0])
+                yield row
 
 
-def given(
-    candidates: Candidates, known: Sequence[Mesh], topology: str
-) -> Iterator[Row]:
+def _ways(
+    mesh: Mesh, axis: str, call: str, traits: Traits
+) -> tuple[tuple[tuple[str, ...], ...], list[tuple[str, str, str]]]:
+    """Returns the axes that shard batches; then names, and the code of both maps."""
+    rows, both = batch_axes(mesh), "ml.parallel.compose({}, {})".format
+    fsdp = f"ml.parallel.fsdp(mesh, {call})"
+    tensor = f"ml.parallel.tensor_parallel(mesh, {call})"
+    batch, carry, other = (rows,), "carry", "ml.parallel.data_parallel(mesh)"
+    (asked, passes), names = traits.axes.get(axis, ("", 1)), ("fsdp", "data")
+    if asked == "dispatch":
+        other = f"ml.parallel.expert_parallel(mesh, {axis!r}, {call})"
+        batch, fsdp = ((*rows, axis),), both(other, fsdp)
+        names = "fsdp + experts", "data + experts"
+    elif asked == "pipeline":  # stages would wait for a single microbatch
+        other = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
+        fsdp = both(other, fsdp)
+        names = ("fsdp + stages", "data + stages") if passes > 1 else ()
+    elif asked:
+        batch, fsdp = (rows, (axis,)), f"{fsdp[:-1]}, axes={(*rows, axis)})"
+        names, carry = ("fsdp + context", "data + context"), "carry|^residual$"
+    elif "model" in mesh:
+        fsdp, other = both(tensor, fsdp), tensor
+        names = ("tensor + fsdp", "tensor")[: 1 if "fsdp" in mesh else 2]
+    elif "fsdp" in mesh:
+        names = ("hybrid fsdp",)
+    text = f"ml.LayoutMap(mesh, {{{carry!r}: {(*batch, ...)}}})"
+    ways = [(name, x, text) for name, x in zip(names, (fsdp, other), strict=False)]
+    if "model" in mesh and "residual" in traits.names:
+        text = f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
+        named = [(x.replace("tensor", "tensor, sequence"), y) for x, y, _ in ways]
+        ways += [(*each, text) for each in named]
+    return batch, [(x, y, z.replace("Ellipsis", "...")) for x, y, z in ways]
+
+
+def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
-    devices = {*known[0].devices.flat}
     for name, value in candidates.items():
-        maps: list[LayoutMap] = []
         problem: MeshLayoutError | None = None
-        code = (f"layouts = {name}  # your map",)
+        code, maps = f"layouts = {name}  # your map", list[LayoutMap]()
         if isinstance(value, LayoutMap):
-            maps = [value] * ({*value.mesh.devices.flat} <= devices)
+            maps.append(value)
         else:
-            code = (f"layouts = {getattr(value, '__name__', name)}(mesh)",)
-            for mesh in known:
+            code = f"layouts = {getattr(value, '__name__', name)}(mesh)"
+            for mesh in meshes(target):
                 try:
                     maps.append(value(mesh))
                 except MeshLayoutError as error:  # it is for meshes with other axes
@@ -110,7 +150,13 @@ def given(
             problem.add_note(f"while plan calls the candidate {name!r}")
             raise problem
         for layouts in maps:
-            yield Row(name, topology, layouts.mesh, layouts, code)
+            mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
+            text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"
+            carry = LayoutMap(mesh, {"carry": (rows, ...)})
+            if {*mesh.devices.flat} <= {*target.devices}:
+                yield Row(
+                    name, target.name, mesh, layouts, carry, (rows,), (code, text)
+                )
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

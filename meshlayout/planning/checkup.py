@@ -1,12 +1,15 @@
 """`doctor`: what this machine has, and what is set wrong, with how to mend it."""
 
+import contextlib
 import os
+import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -14,10 +17,14 @@ from meshlayout import _checks, _jax, _render
 from meshlayout.cluster.environment import split_address
 
 
-_EXTRAS = "data checkpoint gcs safetensors tensorboard ray notebook tpu cuda"
+_EXTRAS = (
+    *("data", "checkpoint", "gcs", "safetensors", "tensorboard", "ray"),
+    *("notebook", "tpu", "cuda"),
+)
+_PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
 # As "grain>=0.2; extra == 'data'"; as "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*".
-_PART = r"(?m)^([\w-]+).*extra == .(\w+)"
-_PIN = r"(?m)^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
+_PART = r"([\w-]+).*extra == .(\w+)"
+_PIN = r"(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +38,10 @@ class Checkup:
     mesh: str  # the call that makes a mesh of all devices
     wrong: Sequence[str]  # what makes programs fail, hang or run elsewhere
     advice: Sequence[str]  # what could be better
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns values that JSON can hold."""
+        return dict(vars(self))
 
     def __repr__(self) -> str:
         kinds = [f"{count} x {kind}" for kind, count in Counter(self.devices).items()]
@@ -57,87 +68,117 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     """
     needs = [needs] if isinstance(needs, str) else needs
     for extra in needs:
-        _checks.choice("needs", extra, _EXTRAS.split(), where="doctor")
-    devices, platform, failure = [], "", ""
+        _checks.choice("needs", extra, _EXTRAS, where="doctor")
+    devices, failure = [], ""
     try:
         devices = jax.local_devices()
-        platform = devices[0].platform
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
         failure = str(error).partition("\n")[0].rstrip(".") or "none that was asked for"
-    on_cpu, count = platform == "cpu", len(devices)
+    kinds = [device.device_kind for device in devices]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if devices and not on_cpu:
+    if devices and devices[0].platform != "cpu":
         memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
     processes = 1 if failure else _jax.process_count()
-    mesh = f'ml.create_mesh({{"batch": {count * processes}}})' if count else ""
+    mesh = f'ml.create_mesh({{"batch": {len(devices) * processes}}})' if devices else ""
+    versions, wrong = _packages(needs)
+    if not devices:
+        setting = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}"
+        fix = f"{setting}: unset it, or install what it asks for, and look at the log"
+        wrong[f"JAX starts no devices ({failure}); {fix}."] = True
+    elif devices[0].platform == "cpu":
+        wrong |= _cpu_faults(len(devices), versions)
+    more, advice = _settings(len(devices))
+    tables = wrong | more, advice
+    found = ([text for text, fails in x.items() if fails] for x in tables)
+    return Checkup(versions, kinds, memory, processes, mesh, *found)
 
-    found = {x.name.lower().replace("_", "-"): x for x in metadata.distributions()}
-    versions = {name: distribution.version for name, distribution in found.items()}
-    plugins = {name for name in found if re.match(r"jax-cuda\d+-p|libtpu", name)}
-    requires = {x: "\n".join(found[x].requires or ()) for x in ("jax", *plugins)}
-    pins = dict(re.findall(_PIN, "\n".join(requires.values())))
-    current, own = versions["jax"], "\n".join(metadata.requires("meshlayout") or ())
-    parts = [x for x in re.findall(_PART, own) if x[1] in _EXTRAS.split()]
+
+def _packages(needs: Sequence[str]) -> tuple[dict[str, str], dict[str, object]]:
+    """Returns versions, and by sentence whether one does not fit or is missing."""
+    parts = [x for x in _requirements("meshlayout", _PART) if x[1] in _EXTRAS]
     parts += [("libtpu", "tpu"), ("jax-cuda12-plugin", "cuda")]
-    wrong = {
-        f"jax {current} and {x} {versions[x]} do not fit: pip install '{x}{pin}'.": (
-            not _fits(versions[x], pin)
-        )
-        for x, pin in pins.items()
-        if x in versions
+    parts += [("meshlayout", extra) for extra in needs]  # which knows the others
+    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", *_PLUGINS, *dict(parts)]
+    versions = {"Python": platform.python_version(), "jax": jax.__version__}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    pins = dict(x for name in ("jax", *_PLUGINS) for x in _requirements(name, _PIN))
+    table: dict[str, object] = {
+        f"jax {versions['jax']} and {name} {version} do not fit: "
+        f"pip install '{name}{pins[name]}'.": not _fits(version, pins[name])
+        for name, version in versions.items()
+        if name in pins
     }
-    for name, extra in parts:
-        fix = f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'"
-        fails = extra in needs and name not in found
-        wrong[f"{name} is not installed: {fix}."] = fails
+    table |= {
+        f"{name} is not installed: "
+        f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'.": name not in versions
+        for name, extra in parts
+        if extra in needs
+    }
+    return versions, table
 
-    given = {name.lower(): value for name, value in os.environ.items() if value}
-    setting, nproc = given.get("jax_platforms", ""), given.get("nproc", "")
-    cores = os.cpu_count() or 1
-    threads = int(nproc) if nproc.isdecimal() else cores
-    is_old = _numbers(current) < [0, 12]  # later ones have no such deadlock
-    host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
-    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}"
-    proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
-    flags = f"{given.get('xla_flags')} count={given.get('jax_num_cpu_devices')}"
-    asked = max(map(int, re.findall(r"count=(\d+)", flags)), default=0)
-    config = vars(jax)["config"]
-    cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
-    data = Path(given.get("tfds_data_dir") or Path.home() / "tensorflow_datasets")
 
-    idle = next(iter(_jax.visible_accelerators() if on_cpu else ()), "").upper()
-    why = "another process may hold it: end that, or look at what JAX logs"
+def _cpu_faults(count: int, versions: Mapping[str, str]) -> dict[str, object]:
+    """Returns by sentence whether it holds where JAX uses so many CPU devices."""
+    flags, number, setting, nproc = (
+        os.environ.get(name, "")
+        for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC")
+    )
+    counts = re.findall(r"device_count=(\d+)", f"{flags} device_count={number}")
+    asked = max(map(int, counts), default=0)
+    threads = int(nproc) if nproc.isdecimal() else os.cpu_count() or 1
+    is_old = _numbers(versions["jax"]) < [0, 12]  # later ones have no such deadlock
+    idle = next(iter(_jax.visible_accelerators()), "").upper()
+    extra, plugins = ("tpu", ["libtpu"]) if idle == "TPU" else ("cuda12", _PLUGINS)
+    fix = "another process may hold it: end that, or look at what JAX logs"
     if setting:
-        why = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
+        fix = f"JAX_PLATFORMS={setting} asks for it: unset that variable"
     elif idle == "GPU" and os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        why = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
-    elif not plugins:
-        kind = {"TPU": "tpu"}.get(idle, "cuda12")
-        why = f"it has no plugin: pip install 'jax[{kind}]=={current}'"
-    wrong |= {
-        f"{proxy} is a proxy before the coordinator: add {host} to no_proxy, or call "
-        "ml.initialize(), which does.": host and proxy and host not in direct,
-        f"JAX starts no devices ({failure}); JAX_PLATFORMS={setting!r}: unset it, or "
-        "install what it asks for, and look at what JAX logs.": failure,
-        f"this machine has a {idle}, but JAX uses the CPU; {why}.": idle,
+        fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
+    elif versions.keys().isdisjoint(plugins):
+        fix = f"it has no plugin: pip install 'jax[{extra}]=={versions['jax']}'"
+    return {
+        f"this machine has a {idle}, but JAX uses the CPU; {fix}.": idle,
         f"{asked} virtual devices came too late: restart, and call ml.virtual_devices("
-        f"{asked}) before any other use of JAX.": on_cpu and asked > count,
+        f"{asked}) before any other use of JAX.": asked > count,
         f"{count} CPU devices can deadlock on {threads} threads: set NPROC={2 * count} "
         "before JAX starts, or call ml.virtual_devices.": (
-            on_cpu and threads < 2 * count > 2 and is_old
+            threads < 2 * count > 2 and is_old
         ),
     }
-    advice = {
-        f"NPROC={nproc} makes small products slow: unset it.": threads > cores
-        and count == 1,
+
+
+def _settings(count: int) -> tuple[dict[str, object], dict[str, object]]:
+    """Returns by sentence whether a setting is wrong, or could be better."""
+    given = {name.lower(): value for name, value in os.environ.items() if value}
+    host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
+    proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
+    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
+    nproc, config = given.get("nproc", ""), vars(jax)["config"]
+    is_slow = count == 1 and nproc.isdecimal() and int(nproc) > (os.cpu_count() or 1)
+    cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
+    data = Path(given.get("tfds_data_dir") or Path.home() / "tensorflow_datasets")
+    wrong: dict[str, object] = {
+        f"{proxy} is a proxy before the coordinator: add {host} to no_proxy, or call "
+        "ml.initialize(), which does.": proxy
+        and host
+        and host not in direct.split(","),
+    }
+    advice: dict[str, object] = {
+        f"NPROC={nproc} makes small products slow: unset it.": is_slow,
         "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR.": not cache,
         "TensorFlow Datasets has no directory: set TFDS_DATA_DIR.": not data.is_dir(),
     }
-    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", *dict(parts), *plugins]
-    shown = {name: versions[name] for name in names if name in found}
-    kinds = [device.device_kind for device in devices]
-    facts = shown, kinds, memory, processes, mesh
-    return Checkup(*facts, *([x for x in y if y[x]] for y in (wrong, advice)))
+    return wrong, advice
+
+
+def _requirements(name: str, pattern: str) -> list[tuple[str, str]]:
+    """Returns what a pattern finds in the requirements of a distribution, if any."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        lines = "\n".join(metadata.requires(name) or ())
+        return re.findall(f"^{pattern}", lines, re.MULTILINE)
+    return []
 
 
 def _fits(version: str | None, pin: str) -> bool:

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 
 from meshlayout import _jax
 from meshlayout.errors import MeshError, did_you_mean
+from meshlayout.mesh import Mesh, as_mesh
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ class Chip:
 def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:
     # The clock at which the matrix units do the peak. Compiled, a product of two 4096 x
     # 4096 matrices takes 1.03 (v5e), 1.04 (v5p), 1.12 (v4) and 1.15 (v6e) times the
-    # ideal. Memory is what libtpu says is available; it puts 100 MB on the chip (v5e).
+    # ideal. Memory is what libtpu says is available; it puts 125 MB on the chip (v5e).
     clock, source = flops / (2 * macs), f"https://cloud.google.com/tpu/docs/{name}"
     cores = 2 if name == "v4" else 1
     rate, port = (x / cores for x in rates)
-    facts = flops / cores, memory * 2**30, rate, 2 * port, clock, source, 1e8
+    facts = flops / cores, memory * 2**30, rate, 2 * port, clock, source, 1.25e8
     return Chip(f"TPU {name}", *facts)
 
 
@@ -71,31 +73,24 @@ _GRIDS = {
 # device query. tests/test_gpu_programs.py compiles for it.
 _H100 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 8 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  memory_bandwidth: 3352320000000 device_memory_size: 84978434048
-  l2_cache_size: 52428800 shared_memory_per_core: 233472
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_warp: 32 threads_per_core_limit: 2048 threads_per_block_limit: 1024
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+dnn_version_info { major: 9 minor: 8 } gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128
+  clock_rate_ghz: 1.98 memory_bandwidth: 3352320000000 device_memory_size: 84978434048
+  l2_cache_size: 52428800 shared_memory_per_core: 233472 shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
 }
 """
 
 # Without a TPU's own environment, libtpu asks a metadata server, and one process locks
 # out the others, as the workers of `plan`.
-_VARIABLES = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
+_VARIABLES = """
+    TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_HOSTNAMES=localhost
+    TPU_WORKER_ID=0 ALLOW_MULTIPLE_LIBTPU_LOAD=1 TPU_LOG_DIR=disabled
+    TPU_MIN_LOG_LEVEL=3 TPU_STDERR_LOG_LEVEL=3
+"""
 
 
 @functools.cache  # so that meshes of one topology are equal
@@ -123,7 +118,8 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         platform, name, extra = "cuda", kind, "cuda12"
         options = {"topology": "1x{}x{}".format(*sizes), "target_config": _H100}
     elif jax.default_backend() != "tpu":
-        os.environ.update({k: x for k, x in _VARIABLES.items() if k not in os.environ})
+        for variable in _VARIABLES.split():
+            os.environ.setdefault(*variable.split("=", 1))
     if math.prod(sizes) == 1 and platform == "tpu":
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
@@ -152,14 +148,6 @@ def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:
     raise MeshError(msg)
 
 
-def larger_topology(topology: str) -> str:
-    """Returns the next larger slice of the same chips, or an empty string."""
-    kind, _, grid = topology.partition(":")
-    grids = _GRIDS.get(kind, [])
-    rest = grids[grids.index(grid) + 1 :] if grid in grids else []
-    return f"{kind}:{rest[0]}" if rest else ""
-
-
 def chip_of(device: _jax.Device) -> Chip:
     """Returns the figures of a device, described or here, or raises MeshError."""
     kind = str(getattr(device, "device_kind", "")).lower()
@@ -171,16 +159,47 @@ def chip_of(device: _jax.Device) -> Chip:
     raise MeshError(f"the figures of {kind!r} are not known, only of {known}.")
 
 
-_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available \w+ \(([\d.]+)([KMGT]?)")
-_USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+@dataclass(frozen=True)
+class Slice:
+    """Devices to plan for, described or here, and the grid that they are in."""
+
+    name: str
+    devices: tuple[_jax.Device, ...]
+    grid: tuple[int, ...]
+    topology: str = ""  # to compile for; empty if the devices are here
+
+    @classmethod
+    def of(cls, target: str | Mesh | jax.sharding.Mesh) -> "Slice":
+        """Returns a slice of a topology, or the devices of a mesh."""
+        if isinstance(target, str):
+            _, grid = parse_topology(target)
+            return cls(target, tuple(describe_devices(target)), grid, target)
+        devices = tuple(as_mesh(target).devices.flat)
+        name = f"{len(devices)} {devices[0].platform.upper()} devices"
+        return cls(name, devices, (len(devices),))
+
+    @property
+    def chip(self) -> Chip:
+        """The figures of each device."""
+        return chip_of(self.devices[0])
+
+    def larger(self) -> "Iterator[Slice]":
+        """Yields larger and larger slices of the same chips, if they are described."""
+        kind, _, grid = self.name.partition(":")
+        grids = _GRIDS.get(kind, ())
+        for other in grids[grids.index(grid) + 1 :] if grid in grids else ():
+            yield Slice.of(f"{kind}:{other}")
+
+
+_BYTES = r"([\d.]+)([KMGT]?)"
+_MEMORY = re.compile(rf"{_BYTES}(?: of |\) exceeds available \w+ \(){_BYTES}")
 
 
 def memory_refusal(error: BaseException) -> tuple[float, float] | None:
     """Returns the bytes that a program needs and has, if it was refused for these."""
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text:
+    if "RESOURCE_EXHAUSTED" not in str(error):
         return None
-    match = _USED.search(text) or _MEMORY.search(text)
+    match = _MEMORY.search(str(error))
     needed, unit, available, other = match.groups() if match else ("nan", "", "nan", "")
-    return float(needed) * _UNITS[unit], float(available) * _UNITS[other]
+    first, second = (2 ** (10 * " KMGT".find(x or " ")) for x in (unit, other))
+    return float(needed) * first, float(available) * second

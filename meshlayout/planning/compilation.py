@@ -5,21 +5,18 @@ process gets the lowered program and the names of its devices, and no code of th
 user's. For devices that are here, programs are compiled here.
 """
 
-import contextlib
 import hashlib
 import io
 import os
 import pickle
 import resource
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -54,9 +51,8 @@ def job_of(
     lowered: jax.stages.Lowered, devices: Sequence[_jax.Device], topology: str
 ) -> Compilation:
     """Returns what there is to know about a compilation."""
-    bytecode = io.BytesIO()
-    module: Any = lowered.compiler_ir("stablehlo")
-    module.operation.write_bytecode(file=bytecode)
+    bytecode, module = io.BytesIO(), lowered.compiler_ir("stablehlo")
+    getattr(module, "operation").write_bytecode(file=bytecode)  # noqa: B009
     ids = tuple(int(device.id) for device in devices)
     version = devices[0].client.platform_version
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
@@ -74,63 +70,59 @@ def compile_all(
 
     A job is taken when there is room for it. If the caller stops, processes are ended.
     """
-    running: list[tuple[int, Path, subprocess.Popen[bytes]]] = []
     cache.mkdir(parents=True, exist_ok=True)
-    is_more = True
-    with tempfile.TemporaryDirectory(prefix="meshlayout-plan-") as folder:
+    running: dict[Future[Outcome], int] = {}
+    processes: list[subprocess.Popen[bytes]] = []
+    with ThreadPoolExecutor(workers) as threads:
         try:
-            while is_more or running:
-                while is_more and len(running) < workers:
-                    index, job = next(jobs, (-1, None))
-                    is_more = job is not None
-                    if job is None:
-                        break
-                    target = cache / job.key
-                    if not target.exists() and job.topology:
-                        path = Path(folder) / job.key
-                        path.write_bytes(pickle.dumps((job, target)))
-                        running.append((index, target, _process(path)))
-                        continue
-                    if not target.exists():
-                        _compile(job, target)
-                    yield index, pickle.loads(target.read_bytes())
-                for each in [*running]:
-                    index, target, process = each
-                    if process.poll() is not None:
-                        running.remove(each)
-                        if target.exists():
-                            yield index, pickle.loads(target.read_bytes())
-                            continue
-                        log = (Path(folder) / f"{target.name}.log").read_text()
-                        line = "".join(log.splitlines()[-1:])
-                        status = f"the compiler ended with status {process.returncode}"
-                        yield index, Outcome(error=f"{status}: {line}")
-                time.sleep(0.05 if running else 0)
+            while True:
+                while len(running) < workers and (next_job := next(jobs, None)):
+                    index, job = next_job
+                    target, process = cache / job.key, None
+                    if job.topology and not target.exists():
+                        process = _process()
+                        processes.append(process)
+                    future = threads.submit(_outcome, job, target, process)
+                    running[future] = index
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
         finally:
-            for *_, process in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            for process in processes:
+                process.kill()
 
 
-def _process(path: Path) -> "subprocess.Popen[bytes]":
-    """Starts a process that compiles the job in a file."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    program = "from meshlayout.planning import compilation; compilation.main()"
-    with Path(f"{path}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", program, str(path)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C ends the plan, which then ends these
-        )
+def _process() -> "subprocess.Popen[bytes]":
+    """Starts a process that compiles the job of its input."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import main; main()"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C ends the plan, which then ends these
+    )
 
 
 def main() -> None:
-    """Compiles the job in a file, in a process of its own."""
-    _compile(*pickle.loads(Path(sys.argv[1]).read_bytes()))
+    """Compiles the job of its input, in a process of its own."""
+    _compile(*pickle.load(sys.stdin.buffer))
+
+
+def _outcome(
+    job: Compilation, target: Path, process: "subprocess.Popen[bytes] | None"
+) -> Outcome:
+    """Waits for what comes of a compilation, which may be known already."""
+    if process is not None:
+        log = process.communicate(pickle.dumps((job, target)))[1].decode().splitlines()
+        if not target.exists():
+            status = f"the compiler ended with status {process.returncode}"
+            return Outcome(error=": ".join([status, *log[-1:]]))
+    elif not target.exists():
+        _compile(job, target)
+    return pickle.loads(target.read_bytes())
 
 
 def _compile(job: Compilation, target: Path) -> None:
@@ -141,8 +133,7 @@ def _compile(job: Compilation, target: Path) -> None:
     try:
         text, sizes = _jax.compile_module(job.module, [by_id[x] for x in job.ids])
     except jax.errors.JaxRuntimeError as error:
-        refusal = memory_refusal(error) or (0.0, 0.0)
-        line = str(error).splitlines()[0]
+        refusal, line = memory_refusal(error) or (0.0, 0.0), str(error).splitlines()[0]
         outcome = Outcome("", *refusal, line, time.monotonic() - start)
     else:
         names = ("argument", "output", "temp", "generated_code", "alias")

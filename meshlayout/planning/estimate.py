@@ -7,50 +7,48 @@ shard rows; parameters that they shard are gathered where they are used.
 
 Memory is a liveness of the jaxpr in its order. What is computed element by element is
 taken to be fused into what reads it, unless it is smaller than what it is made of. Seen
-in programs for TPUs: a loop has its stacked results from its start, and what it reads
-until its end; the next weights are gathered while some are used, in bfloat16; while a
-gradient is computed, the reduce-scatter of the one before goes on.
+in programs for TPUs: what fits on the chip is not in memory; a loop has its stacked
+results from its start, and what it reads until its end; what only matrix products read
+is kept, gathered and added up in bfloat16; sums that are added to each other are sent
+together; while a gradient is computed, the reduce-scatter of the one before goes on.
 """
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshlayout import _jax
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
 from meshlayout.layout import axes_of
-from meshlayout.mesh import Mesh
-from meshlayout.parallel.factors import Flow, Value, fresh_dims, leaves_of, link_all
+from meshlayout.parallel import factors as parts
+from meshlayout.parallel.factors import Value, fresh_dims
 from meshlayout.parallel.program import _CALLS, _walk
 from meshlayout.planning.chips import Chip
+from meshlayout.planning.rows import Estimate, Row
 from meshlayout.planning.schedule import ring_hops
 from meshlayout.state import TrainState
 
 
+_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 # Their results are in memory; all other operations are fused into what reads them.
-_HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "sort"}
-_HEAVY |= {"scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
-_HEAVY |= {"select_and_scatter_add", "dynamic_update_slice"}
+_HEAVY = {"gather", "sort", "scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
+_HEAVY |= {"select_and_scatter_add", "dynamic_update_slice", *_PRODUCTS}
 _LOOPS = {"scan", "while"}
+_MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"}
 
+# Seen in programs for TPUs: what they take beyond FLOPs and bytes of jaxprs, how much
+# of gathers of parameters is waited for, and what is lost between arrays in memory.
+_BEYOND, _WAITED, _GAPS = 1.5, 0.65, 1.08
 _START_S = 0.5e-6  # that an operation takes at the least, as TPU compilers estimate
 _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What one step costs on each device: seconds, bytes, and bytes sent by axes."""
-
-    seconds: Mapping[str, float]  # compute, memory beyond it, and network beyond both
-    peak_bytes: float
-    sent: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -60,13 +58,25 @@ class _Operation:
     outputs: list[int]
     runs: int
     start: int  # the first operation of a loop; else its own place
-    flops: float = 0.0  # of all devices, in one run
-    summed: Iterable[Any] = ()  # factors over which it sums
-    sliced: dict[int, int] = field(default_factory=dict)  # inputs by turns of a loop
+    flops: float  # of all devices, in one run
+    summed: Any = ()  # factors over which it sums
+    stack: Any = ()  # the factors of the layers of loops that it is in
+    passed: tuple[int, Any] = (0, ())  # what goes around, along shards of factors
 
     @property
     def is_heavy(self) -> bool:
-        return self.name in _HEAVY | _LOOPS or self.name.startswith("reduce_")
+        return self.name in _HEAVY or self.name.startswith("reduce_")
+
+
+@dataclass(slots=True)
+class _Use:
+    """Where a parameter is first and last read, cast or a layer at a time."""
+
+    first: int
+    last: int
+    turns: int  # of the loop that reads it
+    nbytes: int  # of what is read in a turn
+    result: int  # the largest array that is made of it
 
 
 class StepTrace:
@@ -80,24 +90,41 @@ class StepTrace:
         self.nbytes: list[int] = []
         self._indices: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # of the loops that are walked through
-        self._flow, jaxpr = Flow(visit=self._visit), traced.jaxpr.jaxpr
-        shapes = [var.aval.shape for var in jaxpr.invars]
-        args = [Value(shape, fresh_dims(shape)) for shape in shapes]
+        # Of what is only moved, what it was; what products read, and all others.
+        self._origins: dict[object, object] = {}
+        self._reads: dict[bool, set[object]] = {True: set(), False: set()}
+        self._flow, jaxpr = parts.Flow(visit=self._visit), traced.jaxpr.jaxpr
+        trees = state.params, state, batch
+        self.num_params, num_state, num_batch = (len(jax.tree.leaves(x)) for x in trees)
+        args: list[Value] = []
+        for index, var in enumerate(jaxpr.invars):
+            bits, dims = (index < self.num_params) << index, fresh_dims(var.aval.shape)
+            args.append(Value(var.aval.shape, dims, bits, index >= num_state))
         self.arguments = [*map(self._index, args, jaxpr.invars)]
         results = _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
-        num_state, num_batch = (len(jax.tree.leaves(x)) for x in (state, batch))
         for before, after in zip(args[:num_state], results, strict=False):
             if before.shape == after.shape:
-                link_all(before.dims, after.dims)
-        self.num_params = len(jax.tree.leaves(state.params))
+                parts.link_all(before.dims, after.dims)
         self.factors = [_majors(value.dims) for value in self.values]
+        self.inputs = self.factors[num_state : num_state + num_batch]
+        self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
         for op in self.operations:
-            op.summed = {*_majors(op.summed)}
-        rows = self.arguments[num_state : num_state + num_batch]
-        self.rows = {x for index in rows for x in self.factors[index][:1]} - {None}
+            op.summed, op.stack = {*_majors(op.summed)}, _majors(op.stack)
+            arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
+            for index in arrays:  # each shard of a dim meets all of another
+                twice = {x for x, n in Counter(self.factors[index]).items() if n > 1}
+                if twice - {None}:
+                    rest = [x for x in arrays if x != index]
+                    op.passed = min(rest, key=self.nbytes.__getitem__), twice
         self.flops = read_cost(traced).flops
-        self.uses = self._uses()
+        # The float32 arrays that only matrix products read.
+        narrow = self._reads[True] - self._reads[False]
+        sources = [self._origins.get(x.source, x.source) for x in self.values]
+        sizes = zip(self.values, self.nbytes, sources, strict=True)
+        sizes = enumerate(sizes)
+        self.narrow = {i for i, (x, n, y) in sizes if n == 4 * x.size and y in narrow}
+        self.uses, (self.lives, self.gradients) = self._uses(), self._lives()
 
     def _index(self, value: Value, var: Any) -> int:
         if id(value) not in self._indices:
@@ -105,7 +132,7 @@ class StepTrace:
             self.values.append(value)
             dtype = getattr(var.aval, "dtype", None)
             size = 0 if dtype is None else _jax.itemsize(dtype)
-            self.nbytes.append(size * math.prod(value.shape))
+            self.nbytes.append(size * value.size)
         return self._indices[id(value)]
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
@@ -117,220 +144,251 @@ class StepTrace:
         self._starts.setdefault(depth, start)
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
-        flops = 2.0 * _products(eqn) * math.prod([*[x.shape for x in results], ()][0])
+        flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
         op = _Operation(name, inputs, outputs, self._flow.runs, start, flops)
-        if name == "scan":
-            sliced = inputs[sum(_jax.scan_counts(eqn)) :]
-            op.sliced = dict.fromkeys(sliced, max(1, eqn.params["length"]))
-        elif op.is_heavy and not is_loop:
-            dims = itertools.chain(*(value.dims for value in results))
-            kept = {id(factor) for factor in itertools.chain(*dims)}
+        self.operations.append(op)
+        read = args
+        if is_loop:
+            first, count = _jax.scan_counts(eqn) if name == "scan" else (0, len(inputs))
+            read = [*args[first : first + count], *results[:count]]
+            stacks = [*args[first + count :], *results[count:]]
+            for each in stacks[1:]:  # their layers lie in one way
+                parts.link(stacks[0].dims[0], each.dims[0])
+            for each in self.operations[start:] if stacks else ():
+                each.stack = (*each.stack, stacks[0].dims[0])
+        elif op.is_heavy:
+            kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
-        self.operations.append(op)
+        sources = [self._origins.get(x.source, x.source) for x in read]
+        if name in _MOVES:
+            self._origins[results[0].source] = sources[0]
+        else:
+            self._reads[name in _PRODUCTS].update(sources)
 
-    def _uses(self) -> dict[int, tuple[int, int, int, int]]:
-        """Returns where parameters are first and last used, in what parts and bytes.
-
-        That is as they are cast, or a layer at a time.
-        """
-        uses: dict[int, tuple[int, int, int, int]] = {}
-        origins = {index: index for index in range(self.num_params)}
+    def _uses(self) -> dict[int, _Use]:
+        """Returns how heavy operations read parameters, by index."""
+        uses: dict[int, _Use] = {}
         for place, op in enumerate(self.operations):
-            for index in op.inputs:
-                if index not in origins:
+            for value in op.inputs if op.is_heavy else ():
+                weights = self.values[value].weights
+                index, result = weights.bit_length() - 1, op.outputs[0]
+                if not weights or weights != 1 << index:
                     continue
-                origin = origins[index]
-                if op.is_heavy:
-                    turns = op.sliced.get(index, 1)
-                    first, _, runs, size = uses.get(origin, (op.start, 0, 1, 2**63))
-                    size = min(size, self.nbytes[index] // turns)
-                    uses[origin] = first, place, max(runs, turns), size
-                else:
-                    whole = self.values[index].size
-                    same = (x for x in op.outputs if self.values[x].size <= whole)
-                    origins.update(dict.fromkeys(same, origin))
+                whole, part = (max(1, self.values[x].size) for x in (index, value))
+                turns = min(op.runs, max(1, whole // part))
+                nbytes = self.nbytes[value] * whole // (part * turns)
+                use = uses.setdefault(index, _Use(op.start, 0, 1, nbytes, result))
+                use.last, use.turns = place, max(use.turns, turns)
+                use.nbytes = min(use.nbytes, nbytes)
+                use.result = max(use.result, result, key=self.nbytes.__getitem__)
         return uses
+
+    def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """Returns the first and last operations of what is computed and needed again.
+
+        Then the places of gradients, which no operation reads but the update.
+        """
+        nothing = frozenset[int]()
+        roots: dict[int, frozenset[int]] = {}  # what an array is made of, in memory
+        births: dict[int, tuple[int, frozenset[int]]] = {}
+        last: dict[int, int] = {}
+        for place, op in enumerate(self.operations):
+            is_stored = op.is_heavy or op.name in _LOOPS
+            whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
+            size = sum(self.nbytes[x] for x in whence)
+            for index in op.outputs:
+                roots[index] = whence
+                if is_stored or size > self.nbytes[index]:
+                    roots[index] = frozenset([index])
+                    births[index] = place, nothing if is_stored else whence
+                    last.update(dict.fromkeys(whence, place))
+        # What can be made again of what is kept anyway is not kept besides.
+        lives = [
+            (self.operations[births[index][0]].start, place, index)
+            for index, place in last.items()
+            for sources in [births[index][1]]
+            if not sources or any(last.get(x, -1) < place for x in sources)
+        ]
+        return lives, [(place, x) for x, (place, _) in births.items() if x not in last]
 
 
 def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
-    return tuple((*leaves_of(dim), None)[0] for dim in dims)
+    return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
 
 
 def estimate(
-    trace: StepTrace,
-    state: TrainState[Any],
-    mesh: Mesh,
-    chip: Chip,
-    accumulate: int,
-    is_remat: bool,  # noqa: FBT001
-    hop_s: float,
+    trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int, remat: object
 ) -> Estimate:
-    """Returns what a step costs for an abstract state in its layouts."""
-    rows, leaves = batch_axes(mesh), jax.tree.leaves(state)
-    params, is_tpu = leaves[: trace.num_params], chip.scratch_bytes > 0
-    shards: dict[Any, tuple[str, ...]] = dict.fromkeys(trace.rows, rows)
-    for factors, leaf in zip(trace.factors, params, strict=False):
-        for factor, entry in zip(factors, leaf.sharding.spec, strict=False):
-            axes = tuple(axis for axis in axes_of(entry) if axis not in rows)
-            if factor is not None and axes:
-                shards.setdefault(factor, axes)
+    """Returns what a step costs for a candidate's abstract state."""
+    device = _Device(trace, row, chip, hop_s, accumulate)
+    device.compute()
+    device.gather(2 if remat != "none" else 1)
+    seconds, computing = device.seconds, device.seconds["compute"]
+    if device.is_tpu:
+        seconds["memory"] = _BEYOND * (seconds["memory"] + computing) - computing
+    return Estimate(seconds, device.peak_bytes(), device.sent)
 
-    def axes_in(*groups: Iterable[Any]) -> list[str]:
-        known = (shards.get(factor, ()) for factor in itertools.chain(*groups))
+
+class _Device:
+    """What one device computes, sends and holds in a step."""
+
+    def __init__(
+        self, trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int
+    ) -> None:
+        self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
+        self.accumulate, self.microbatches = accumulate, row.microbatches
+        self.is_tpu = chip.scratch_bytes > 0
+        self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
+        self.seconds = {"compute": 0.0, "memory": 0.0, "network": 0.0}
+        self.sent: dict[str, float] = defaultdict(float)
+        self.lives: list[tuple[int, int, float]] = []  # operations, and bytes
+        self.held = 0.0  # all the time
+        # Gradients: in how many shards, if scattered, and if added up after that.
+        self.gradients: dict[Any, tuple[int, bool, bool]] = {}
+        # Parameters are gathered along these, but not experts to which tokens are sent.
+        self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
+        self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
+        self.shards: dict[Any, Sequence[str]] = {}  # axes by factor
+        for factors in trace.inputs:
+            self.shards |= zip(factors, row.batch, strict=False)
+        for index, leaf in enumerate(self.leaves[: trace.num_params]):
+            pairs = zip(trace.factors[index], leaf.sharding.spec, strict=False)
+            for factor, entry in pairs:
+                axes = tuple(x for x in axes_of(entry) if x not in self.gathered)
+                if factor is not None and axes:
+                    self.shards.setdefault(factor, axes)
+        # With sequence parallelism, what lacks the model axis is in shards of tokens.
+        spare = ["model"] * ("sequence=True" in "".join(row.code))
+        tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
+        self.spread = self.num_shards(spare)  # before and after sums
+        self.sizes: list[float] = []
+        for index, factors in enumerate(trace.factors):
+            is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
+            # XLA casts what a TPU multiplies, before it is kept or sent.
+            count = 2 if self.is_tpu and index in trace.narrow else 1
+            others = [] if tokens.isdisjoint(factors) else spare
+            count *= self.num_shards([*{*self.axes_in(factors), *others}])
+            self.sizes.append(trace.nbytes[index] / count / accumulate**is_batch)
+
+    def axes_in(self, *groups: Iterable[Any]) -> list[str]:
+        """Returns the axes that shard factors."""
+        known = (self.shards.get(factor, ()) for factor in itertools.chain(*groups))
         return [*dict.fromkeys(itertools.chain(*known))]
 
-    sizes: list[float] = []
-    for nbytes, factors in zip(trace.nbytes, trace.factors, strict=True):
-        is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
-        count = mesh.axis_size(axes_in(factors)) * (accumulate if is_batch else 1)
-        sizes.append(nbytes / count)
-    compute_s = memory_s = network_s = 0.0
-    sent: dict[str, float] = defaultdict(float)
+    def send(
+        self, axes: Iterable[str], size: float, passes: float, hops: float = 1
+    ) -> float:
+        """Counts passes of a ring, an all-reduce as two; returns their seconds."""
+        names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
+        n = self.num_shards(names)
+        nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
+        seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
+        if n > 1:
+            self.sent[", ".join(names)] += passes * nbytes
+        self.seconds["network"] += seconds
+        return seconds
 
-    def send(axes: list[str], nbytes: float, passes: float, hops: float = 1) -> None:
-        """Counts passes of a ring; an all-reduce has two."""
-        nonlocal network_s
-        n = mesh.axis_size(axes)
-        sent[", ".join(axes)] += passes * (n - 1) / n * nbytes
-        network_s += passes * (n - 1) / n * nbytes / chip.ring_bytes_per_s
-        network_s += passes * hops * ring_hops(n) * hop_s
+    def compute(self) -> None:
+        """Counts what operations compute, read and write, and the sums over shards."""
+        trace, sizes = self.trace, self.sizes
+        partial: dict[int, set[str]] = {}  # sums that are added to others first
+        for op in trace.operations:
+            runs, size = op.runs * self.accumulate, sum(sizes[x] for x in op.outputs)
+            over = partial.get([*op.inputs, -1][0], set[str]())
+            is_sum = bool(over) and op.name in {"add_any", "add", *_MOVES}
+            if is_sum and all(partial.get(index) == over for index in op.inputs):
+                times = 1 - len(op.inputs)
+                self.send(over, size * self.spread, 2 * runs * times)
+                partial[op.outputs[0]] = over
+            if not op.is_heavy:
+                continue
+            factors = [f for index in op.outputs for f in trace.factors[index]]
+            count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
+            stages = self.num_shards(self.axes_in(op.stack))
+            turns = (self.microbatches + stages - 1) / self.microbatches
+            computing = turns * op.runs * op.flops / count / self.chip.flops_per_s
+            read = (size + sum(sizes[x] for x in op.inputs)) / stages
+            seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
+            reading = turns * runs * seconds
+            self.seconds["compute"] += computing
+            self.seconds["memory"] += max(0.0, reading - computing)
+            # Sums over rows are gradients of parameters, which follow, or few numbers.
+            over = {*self.axes_in(op.summed)} - {*self.axes_in(factors), *self.rows}
+            self.send(over, size * self.spread, 2 * runs)
+            partial.update(dict.fromkeys(op.outputs if over else (), over))
+            index, twice = op.passed
+            around = self.axes_in(twice)
+            self.send(around, sizes[index] * self.num_shards(around), runs)
 
-    for op in trace.operations:
-        if not op.is_heavy or op.name in _LOOPS:
-            continue
-        factors = [f for index in op.outputs for f in trace.factors[index]]
-        count, runs = mesh.axis_size(axes_in(factors, op.summed)), op.runs * accumulate
-        read = sum(sizes[index] for index in (*op.inputs, *op.outputs))
-        computing = op.flops / count / chip.flops_per_s / accumulate
-        compute_s += runs * computing
-        reading = max(_START_S, read / chip.memory_bytes_per_s)
-        memory_s += runs * max(0.0, reading - computing)
-        # Sums over rows are gradients of parameters, which follow, or a few numbers.
-        over = {*axes_in(op.summed)} - {*axes_in(factors), *rows}
-        if over:
-            size = sum(sizes[index] for index in op.outputs)
-            send([x for x in mesh.axis_names if x in over], size, 2 * runs)
-    slots: dict[Any, set[str]] = defaultdict(set)
-    for leaf in jax.tree.leaves(state.opt_state):
-        slots[leaf.shape].update(*map(axes_of, leaf.sharding.spec))
-    # Into how many shards, and whether by a reduce-scatter and added up after it.
-    grads: dict[Any, tuple[int, bool, bool]] = {}
-    lives: list[tuple[int, int, float]] = []
-    transient = sums = 0.0
-    share = 1 / max(1, len(params))  # compilers combine what is not gathered
-    for index, leaf in enumerate(params):
-        own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-        count = mesh.axis_size([*(own - {*rows})])
-        nbytes = trace.nbytes[index]
-        first, last, runs, used = trace.uses.get(index, (0, 0, 1, nbytes))
-        used, size = used / count, nbytes / count
-        split = [axis for axis in rows if axis in own]
-        later = [axis for axis in rows if axis in slots[leaf.shape] - own]
-        whole = [axis for axis in rows if axis not in {*own, *later}]
-        if split:
+    def gather(self, times: int) -> None:
+        """Counts gathers of parameters, so many in a step, and sums of gradients."""
+        trace, leaves, count = self.trace, self.leaves, self.accumulate
+        share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
+        transient = moved = 0.0
+        for index, leaf in enumerate(leaves[: trace.num_params]):
+            own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
+            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
+            others = self.num_shards([*(own - {*self.gathered})])
+            used, size = use.nbytes / others, trace.nbytes[index] / others
+            split = [axis for axis in self.gathered if axis in own]
+            whole, n = [x for x in self.rows if x not in own], self.num_shards(split)
             # XLA casts what a TPU multiplies before it gathers it.
-            part = min(used, size / runs / 2) if is_tpu else used
-            again = 2 if is_remat or runs > 1 else 1
-            send(split, part, again * accumulate * runs)
-            send(split, used, accumulate * runs)
-            transient = max(transient, again * part)
-            lives += [(first, last, part)] * (again == 1)
-        size, total = size / mesh.axis_size(split), used * runs
-        if later:
-            send(later, total / mesh.axis_size(split), 1, share)
-            send(later, size, 1, share)
-        if whole:
-            send(whole, total / mesh.axis_size([*split, *later]), 2, share)
-        shares = mesh.axis_size([*split, *later]), bool(split), bool(whole)
-        grads[frozenset(trace.factors[index])] = shares
-        sums += size / mesh.axis_size(later) if accumulate > 1 else 0.0
-    on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
-    held = sum(map(shard_bytes, on_device)) + sums
-    held += sum(sizes[x] for x in trace.arguments[len(leaves) :]) * accumulate
-    held += is_tpu * _CODE_BYTES * len(trace.operations)
-    # The state is read and written, and gradients are read.
-    memory_s += 7 / 3 * sum(map(shard_bytes, leaves)) / chip.memory_bytes_per_s
-    memory_s += _START_S * len(params)
-    found = {i: grads.get(frozenset(x)) for i, x in enumerate(trace.factors)}
-    temporary = _peak([*lives, *_lives(trace, sizes, found)]) + transient
-    peak = held + temporary * (temporary > chip.scratch_bytes)
-    seconds = {"compute": compute_s, "memory": memory_s, "network": network_s}
-    return Estimate(seconds, peak, dict(sent))
+            part = min(used, size / use.turns / 2) if self.is_tpu else used
+            again = 2 if use.turns > 1 else times
+            if split:
+                runs = count * use.turns
+                seconds = self.send(split, part, again * runs)
+                seconds += self.send(split, used, runs)
+                self.seconds["network"] -= (1 - _WAITED) * seconds
+                # Small matrices are multiplied in parts, as they come, if they are in
+                # as many as the batch: each part reads and writes the results.
+                if self.is_tpu and not whole and part < self.sizes[use.result]:
+                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
+                transient = max(transient, again * part)
+                self.lives += [(use.first, use.last, part)] * (again == 1)
+            if use.turns > 1 and part < used:  # a loop's, before it
+                self.lives.append((use.first, use.last, part * use.turns / n))
+            self.send(whole, used * use.turns / n, 2, share)
+            shares = n, bool(split), bool(whole)
+            self.gradients[frozenset(trace.factors[index])] = shares
+            if use.turns > 1:
+                self.gradients.setdefault(frozenset(trace.factors[index][1:]), shares)
+            self.held += size / n if count > 1 else 0.0
+        on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
+        self.held += sum(map(shard_bytes, on_device)) + transient
+        self.held += sum(self.sizes[len(leaves) : len(trace.arguments)]) * count
+        self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
+        # The state is read and written, and gradients are read.
+        moved += 7 / 3 * sum(map(shard_bytes, leaves))
+        self.seconds["memory"] += moved / self.chip.memory_bytes_per_s
+        self.seconds["memory"] += _START_S * trace.num_params
 
-
-def _peak(lives: Iterable[tuple[int, int, float]]) -> float:
-    """Returns the most bytes at a time."""
-    changes: dict[int, float] = defaultdict(float)
-    for first, last, size in lives:
-        changes[2 * first] += size
-        changes[2 * last + 1] -= size
-    totals = itertools.accumulate(changes[place] for place in sorted(changes))
-    return max(totals, default=0.0)
-
-
-def _lives(
-    trace: StepTrace,
-    sizes: Sequence[float],
-    grads: Mapping[int, tuple[int, bool, bool] | None],
-) -> Iterator[tuple[int, int, float]]:
-    """Yields first and last operation and bytes of what is computed and needed again.
-
-    `grads` are gradients, if no operation reads them but the update.
-    """
-    _, last, sources = _reads(trace, sizes, ())
-    # What can be made again of what is kept anyway is not kept besides.
-    fused = {
-        index
-        for index, place in last.items()
-        if sources[index] and all(last.get(x, -1) >= place for x in sources[index])
-    }
-    births, last, _ = _reads(trace, sizes, fused)
-    whole: list[tuple[int, float, bool]] = []
-    for index, place in births.items():
-        op = trace.operations[place]
-        count, is_scattered, is_added = grads[index] or (0, False, False)
-        if index in last:
-            yield op.start, last[index], sizes[index]
-        elif count and op.sliced:
-            # Stacked ones are all added up after the loop.
-            copies = 2 if is_added else 1
-            yield op.start, len(trace.operations), copies * sizes[index] / count
-        elif count:
-            whole.append((place, sizes[index], is_scattered))
-    large = max((size for _, size, _ in whole), default=0.0) / 8
-    whole = [each for each in whole if each[1] >= large]
-    for (place, size, is_scattered), after in zip(
-        whole, [*whole[1:], None], strict=True
-    ):
-        yield place, after[0] if after and is_scattered else place, size
-
-
-def _reads(
-    trace: StepTrace, sizes: Sequence[float], fused: Collection[int]
-) -> tuple[dict[int, int], dict[int, int], dict[int, frozenset[int]]]:
-    """Returns which operation puts what into memory, which reads it last, and of what.
-
-    All other arrays are made again, wherever they are read, of those in memory.
-    """
-    roots: dict[int, frozenset[int]] = {}
-    sources: dict[int, frozenset[int]] = {}
-    births: dict[int, int] = {}
-    last: dict[int, int] = {}
-    nothing = frozenset[int]()
-    for place, op in enumerate(trace.operations):
-        whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
-        size, is_read = sum(sizes[x] for x in whence), False
-        for index in op.outputs:
-            roots[index] = whence
-            if op.is_heavy or (size > sizes[index] and index not in fused):
-                roots[index], is_read = frozenset([index]), True
-                sources[index] = nothing if op.is_heavy else whence
-                births[index] = place
-        if is_read:
-            last.update(dict.fromkeys(whence, place))
-    return births, last, sources
+    def peak_bytes(self) -> float:
+        """Returns what the device holds at the most."""
+        trace, before = self.trace, (0, 0.0, False)
+        lives = [(first, last, self.sizes[i]) for first, last, i in trace.lives]
+        for place, index in trace.gradients:
+            op, size = trace.operations[place], self.sizes[index]
+            shares = self.gradients.get(frozenset(trace.factors[index]))
+            if shares and op.name in _LOOPS:  # stacked ones are added up after the loop
+                size *= (2 if shares[2] else 1) / shares[0]
+                lives.append((op.start, len(trace.operations), size))
+            elif shares:
+                lives.append((place, place, size))
+                if size > before[1] / 8:
+                    if before[2]:  # its reduce-scatter goes on
+                        lives.append((before[0] + 1, place, before[1]))
+                    before = place, size, shares[1]
+        # Compilers keep on the chip what fits there, first what is needed shortly.
+        taken = np.zeros((2, len(trace.operations) + 1))
+        lives = sorted([*self.lives, *lives], key=lambda x: x[1] - x[0])
+        for first, last, size in lives:
+            chip, memory = taken[:, first : last + 1]
+            fits = size + chip.max(initial=0.0) <= self.chip.scratch_bytes
+            (chip if fits else memory)[:] += size
+        return self.held + _GAPS * float(taken[1].max())
 
 
 def shard_bytes(leaf: Leaf) -> int:

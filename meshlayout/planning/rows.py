@@ -6,21 +6,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshlayout import _render
+from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, sizes_text
 from meshlayout.parallel import zero_rule
-from meshlayout.planning.estimate import Estimate
 
 
 _OFFLOAD = 'layouts |= {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}'
 _BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """What one step costs on each device: seconds, bytes, and bytes sent by axes."""
+
+    seconds: Mapping[str, float]  # compute, memory beyond it, and network
+    peak_bytes: float
+    sent: Mapping[str, float]
+
+
 @dataclass(frozen=True, repr=False)
 class Row:
-    """A candidate, which is a mesh, a layout map and options, and what it costs.
+    """A candidate, which is a mesh, layout maps and options, and what it costs.
 
     `source` is `"compiled"` for the compiler's memory and schedule, `"roofline"` for
     its memory and the program's FLOPs and bytes over peaks, or `"estimated"`.
@@ -30,8 +39,13 @@ class Row:
     topology: str
     mesh: Mesh
     layouts: LayoutMap
-    code: tuple[str, ...] = ()  # that makes the layouts
+    activations: LayoutMap  # for the step: of what loops carry, and between blocks
+    batch: tuple[tuple[str, ...], ...]  # the axes that shard each dim of a batch
+    code: tuple[str, ...] = ()  # that makes the maps
+    microbatches: int = 1  # of a pipeline
+    create: str = "build, optimizer, layouts"  # what `TrainState.create` takes
     step_options: Mapping[str, Any] = field(default_factory=dict)  # besides those given
+    state: PyTree = None  # abstract, in its layouts
     error: str = ""  # why there is no program: the compiler's first line
     source: Literal["estimated", "compiled", "roofline"] = "estimated"
     rows: int = 0  # of a global batch
@@ -55,11 +69,11 @@ class Row:
         """Returns the same candidate with the optimizer's state on the host."""
         rule = zero_rule(self.mesh, memory_kind="pinned_host")
         layouts = self.layouts | {"^opt_state/": rule}
-        return replace(self, layouts=layouts, code=(*self.code, _OFFLOAD))
+        return replace(self, layouts=layouts, state=None, code=(*self.code, _OFFLOAD))
 
     def in_bfloat16(self) -> "Row":
         """Returns the same candidate with the optimizer's state in bfloat16."""
-        return replace(self, code=(*self.code, _BFLOAT16))
+        return replace(self, state=None, code=(*self.code, _BFLOAT16))
 
     @property
     def is_bfloat16(self) -> bool:
@@ -67,9 +81,9 @@ class Row:
         return _BFLOAT16 in self.code
 
     @property
-    def activations(self) -> LayoutMap:
-        """The layout of what loops carry, which XLA may shard like the weights."""
-        return LayoutMap(self.mesh, {"carry": (batch_axes(self.mesh), ...)})
+    def num_row_shards(self) -> int:
+        """Into how many shards the rows of a batch are divided."""
+        return self.mesh.axis_size(self.batch[0])
 
     @property
     def fits(self) -> bool:
@@ -89,12 +103,12 @@ class Row:
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the maps, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
-        rules = f"{{'carry': ({batch_axes(self.mesh)!r}, ...)}}"
         options = [f"{name}={value!r}" for name, value in self.step_options.items()]
-        call = ", ".join(["loss_fn", "layouts=carry", *options, "**step_options"])
+        call = ", ".join(["loss_fn", "layouts=activations", *options, "**step_options"])
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
-        lines += [*self.code, "state = ml.TrainState.create(build, optimizer, layouts)"]
-        lines += [f"carry = ml.LayoutMap(mesh, {rules})  # of activations in loops"]
+        lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
+        if self.batch[0] != batch_axes(self.mesh):
+            lines.append(f"batch_layout = mesh.layout({self.batch[0]}, ...)")
         return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,14 +128,16 @@ class Row:
         return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
 
     def __repr__(self) -> str:
-        cells = [x for x in (*self._cells()[3:6], self.source) if x]
+        cells = [x for x in (*self.cells()[3:6], self.source) if x]
         return f"{self} on ({sizes_text(self.mesh.shape)}): {', '.join(cells)}"
 
-    def _cells(self) -> list[str]:
-        room = self.memory_bytes - self.peak_bytes
-        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
+    def cells(self) -> list[str]:
+        """Returns the texts of a line in a table; see `Ranking`."""
+        room, side = self.memory_bytes - self.peak_bytes, "left"
+        fits = "fits" if self.fits else self.error[:72]
+        if room < 0:
+            fits, side = "too large", "over"
         if math.isfinite(room) and (self.fits or room < 0):
-            side = "left" if room >= 0 else "over"
             fits += f", {_render.bytes_text(abs(room))} {side}"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
@@ -175,16 +191,16 @@ class Ranking:
         return {"rows": rows, "changes": changes, "notes": list(self.notes)}
 
     def __repr__(self) -> str:
-        return _render.text_table(*self._table(), self._notes())
+        return _render.text_table(*self._table())
 
     def _repr_html_(self) -> str:
-        return _render.html_table(*self._table(), notes=self._notes())
+        headers, cells, align, notes = self._table()
+        return _render.html_table(headers, cells, align, notes=notes)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str]:
-        headers = ["topology", "mesh", "layouts", "memory", "step", "bound"]
-        headers += ["examples per s", "MFU", "sent", ""]
-        return headers, [row._cells() for row in self.rows], "llllrlrrll"
-
-    def _notes(self) -> list[str]:
-        changes = [f"would fit: {row}" for row in self.changes]
-        return [*["Nothing fits."] * (not self.fits), *self.notes, *changes]
+    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
+        headers = "topology", "mesh", "layouts", "memory", "step", "bound"
+        headers = [*headers, "examples per s", "MFU", "sent", ""]
+        notes = ["Nothing fits."] * (not self.fits) + [*self.notes]
+        notes += [f"would fit: {row}" for row in self.changes]
+        cells = [row.cells() for row in self.rows]
+        return headers, cells, "llllrlrrll", notes

@@ -315,11 +315,9 @@ def optimizer_by_path(
         for index, pattern in enumerate(patterns):
             if pattern.search(path):
                 return str(index)
-        msg = (
-            f"no pattern of the optimizer matches the parameter {path!r}. Add a last "
-            'pattern for the rest: "": optax.adam(1e-3), or "": None to freeze it.'
-        )
-        raise StateError(msg)
+        msg = f"no pattern of the optimizer matches the parameter {path!r}."
+        hint = 'Add a last one for the rest: "": optax.adam(1e-3), or "": None.'
+        raise StateError(f"{msg} {hint}")
 
     def labels(params: PyTree) -> PyTree:
         flat = _paths.flatten(params)
@@ -367,11 +365,9 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
         update: Any = optimizer.update
         return optax.GradientTransformationExtraArgs(optimizer.init, update)
     if not isinstance(optimizer, optax.GradientTransformation):
-        msg = (
-            f"{_WHERE} takes an Optax optimizer, got {_checks.shown(optimizer)}. Write "
-            "TrainState.create(build, optax.adam(1e-3), layouts)."
-        )
-        raise StateError(msg)
+        msg = f"{_WHERE} takes an Optax optimizer, got {_checks.shown(optimizer)}."
+        hint = "Write TrainState.create(build, optax.adam(1e-3), layouts)."
+        raise StateError(f"{msg} {hint}")
     return optimizer
 
 
@@ -383,12 +379,9 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
     )
     if shapes != expected or jax.tree.structure(tree) != jax.tree.structure(like):
         wrong = sorted(dict(shapes.items() ^ expected.items()))
-        msg = (
-            f"{what} and {name} differ in structure or shapes: "
-            f"{', '.join(wrong[:3]) or 'in the types of containers'}. Pass what was "
-            f"derived from {name}, unchanged."
-        )
-        raise StateError(msg)
+        places = ", ".join(wrong[:3]) or "in the types of containers"
+        msg = f"{what} and {name} differ in structure or shapes: {places}."
+        raise StateError(f"{msg} Pass what was derived from {name}, unchanged.")
 
 
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:

@@ -26,11 +26,12 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
+from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
-from meshlayout.step.kernel_gradients import check_kernel_gradients
+from meshlayout.step.kernel_gradients import axes_to_hide
 
 
 P = ParamSpec("P")
@@ -122,7 +123,7 @@ class _Jitted:
         self.num_donated = 0
         # Of a TrainState's program: a weak reference to the state that the last call
         # returned, its metrics, where other arguments were, and the state's shapes.
-        self.has_state, self.metrics = False, None
+        self.has_state, self.metrics = False, cast(Any, None)
         self.state: Callable[[], object] = object  # like no other
         self.other_shardings: list[Any] = []
         self.shapes: set[Any] = set()
@@ -133,20 +134,19 @@ class _Jitted:
         is_cpu = all(device.platform == "cpu" for device in self.devices)
         self.is_bounded = self.is_spread and is_cpu
         processes = {device.process_index for device in self.devices}
-        self.has_peers = len(processes) > 1
+        self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
-    def goes_on(self, state: Any, *others: PyTree) -> bool:
+    def goes_on(self, *args: Any) -> bool:
         """Returns whether a call goes on where its last one ended, in a loop.
 
         That passes on a TrainState and metrics, whose arrays the program has made: one
         of them tells whether the state was used up. Others have to be looked at.
         """
-        if state is not self.state():
+        if args[0] is not self.state():
             return False
-        if self.metrics is not None and others[-1] is self.metrics:
-            others = others[:-1]
-        leaves, _ = default_registry.flatten(others)
+        has_metrics = self.metrics is not None and args[-1] is self.metrics
+        leaves, _ = default_registry.flatten(args[1:-1] if has_metrics else args[1:])
         try:
             if [leaf.sharding for leaf in leaves] != self.other_shardings:
                 return False
@@ -155,7 +155,7 @@ class _Jitted:
                     return False
         except AttributeError:  # of what is no array now
             return False
-        return not (self.is_spread and state.step.is_deleted())
+        return not (self.is_spread and args[0].step.is_deleted())
 
     def is_like_last(self, args: PyTree, kwargs: PyTree) -> bool:
         """Returns, fast, whether the arrays of a call are where those of the last were.
@@ -363,13 +363,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
             counts.steps -= num_steps
             try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
-                check_kernel_gradients(jaxpr.jaxpr, state, (rest, named))
+                hidden = axes_to_hide(jaxpr.jaxpr, state, (rest, named))
                 if is_compared:
                     facts = functools.partial(self._facts, program.arguments, jaxpr)
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
-            result = self._inner(*args, **kwargs)
+            result = run_without(hidden, lambda: self._inner(*args, **kwargs))
         if self._donates:
             program.shapes |= set(map(jnp.shape, jax.tree.leaves(args[0])))
             result = self._kept(args[0], result, program.layouts)

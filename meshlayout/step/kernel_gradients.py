@@ -1,9 +1,9 @@
-"""Refuses convolution kernels whose gradients XLA's partitioner multiplies.
+"""Convolutions and pooling that XLA's partitioner would compute wrongly, in steps.
 
-A kernel's gradient is a sum over rows and over space. XLA (jax 0.7.2 and 0.10.2, also
-for TPUs) adds up equal sums of several devices, too: for grouped convolutions along any
-mesh axis that is left over, for images sharded in space along some. A grouped one is
-right if that axis shards the channels, of images and kernel alike.
+To the gradient of a kernel, XLA (jax 0.7.2 and 0.10.2, also for TPUs) adds equal sums
+of several devices: in grouped convolutions along any mesh axis that is left over, for
+images in space along some. Grouped ones are right if that axis shards the channels of
+images and kernel alike, else refused. From images in space, wrong axes are hidden.
 """
 
 import functools
@@ -19,147 +19,148 @@ from jax.sharding import NamedSharding
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
 from meshlayout.errors import StepError
-from meshlayout.exchange.halos import ShardedShape, wrong_halo
+from meshlayout.exchange.halos import is_sure, is_window, may_shard
 
 
 _Axes: TypeAlias = frozenset[str]
+_Array: TypeAlias = tuple[
+    tuple[int, ...], Sequence[_Axes]
+]  # its shape, each dim's axes
 
 
-def check_kernel_gradients(jaxpr: Any, state: PyTree, batch: PyTree) -> None:
-    """Raises StepError if XLA would multiply the gradient of a convolution's kernel.
+def axes_to_hide(jaxpr: Any, state: PyTree, batch: PyTree) -> _Axes:
+    """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
-    Inside another jit layouts are known, and it is raised, when that is compiled.
+    Raises StepError where it would even if these were hidden from it. Inside another
+    jit layouts are known, and it is raised, when that is compiled.
     """
     eqns = list(_jax.equations(jaxpr))
-    gradients = list(filter(_is_kernel_gradient, eqns))
-    if not gradients:
-        return
+    windows = list(filter(is_window, eqns))
+    if not windows:
+        return _Axes()
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
     unknown = [i for i in traced if shardings[i] is None]
     waiting = set(unknown)
+    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
+    # Besides the arguments, where the compiler has no choice.
+    fixed = [
+        _array(x.outvars[0].aval.shape, x.params["sharding"])
+        for x in eqns
+        if x.primitive.name == "sharding_constraint"
+    ]
 
-    def check() -> None:
+    def find() -> _Axes:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
-        step = eqns, arrays[: len(params)], arrays[len(params) :]
-        for eqn in gradients if meshes else ():
-            if blamed := _blamed(eqn, *step, meshes[0].shape):
-                raise StepError(_refusal(eqn, blamed, meshes[0].shape))
-        others = [eqn for eqn in eqns if not _is_kernel_gradient(eqn)]
-        if meshes and (message := wrong_halo(others, step[2], meshes[0].shape)):
-            raise StepError(message)
+        step = kernels, fixed, arrays[: len(params)], arrays[len(params) :]
+        sizes, is_late = meshes[0].shape if meshes else {}, bool(unknown)
+        hidden = [_hidden(x, sizes, *step, is_late=is_late) for x in windows if sizes]
+        return _Axes().union(*hidden)
 
     def tell(index: int, sharding: object) -> None:
         shardings[index] = sharding
         waiting.discard(index)
         if not waiting:
             waiting.update(unknown)  # for another compilation of the same trace
-            check()
+            find()
 
     for index in unknown:
         callback = functools.partial(tell, index)
         jax.debug.inspect_array_sharding(leaves[index], callback=callback)
-    if not unknown:
-        check()
+    return _Axes() if unknown else find()
 
 
-def _is_kernel_gradient(eqn: Equation) -> bool:
-    if eqn.primitive.name != "conv_general_dilated":
-        return False
+def _is_kernel_gradient(window: Equation) -> bool:
     # JAX writes it with the features in the place of the batch dim.
-    numbers = eqn.params["dimension_numbers"]
-    return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
+    lhs_spec, _, out_spec = window.params.get("dimension_numbers", [(0,)] * 3)
+    return lhs_spec[0] > 0 or lhs_spec != out_spec
 
 
-def _array(shape: tuple[int, ...], sharding: object) -> ShardedShape:
+def _array(shape: tuple[int, ...], sharding: object) -> _Array:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
-    return ShardedShape(shape, [*axes, *[_Axes()] * (len(shape) - len(axes))])
+    return shape, [*axes, *[_Axes()] * (len(shape) - len(axes))]
 
 
-def _refusal(eqn: Equation, blamed: _Axes, sizes: Mapping[str, int]) -> str:
-    kernel = _render.array_text(eqn.outvars[0].aval.dtype, eqn.outvars[0].aval.shape)
-    rows = tuple(axis for axis, size in sizes.items() if size > 1)
-    return (
-        f"XLA would multiply the gradient of a convolution's kernel {kernel}: it adds "
-        "up equal sums of the devices along the mesh axes "
-        f"{', '.join(map(repr, sorted(blamed)))}. Two layouts are right, of images "
-        f"that are whole in space: their rows over all axes, {rows}; or the channels "
-        "of kernels and images over the axes without rows."
-    )
-
-
-def _blamed(
+def _hidden(
     eqn: Equation,
-    eqns: Sequence[Equation],
-    params: Sequence[ShardedShape],
-    batch: Sequence[ShardedShape],
     sizes: Mapping[str, int],
+    kernels: set[tuple[int, ...]],
+    fixed: Sequence[_Array],
+    params: Sequence[_Array],
+    batch: Sequence[_Array],
+    *,
+    is_late: bool,
 ) -> _Axes:
-    """Returns the mesh axes along which XLA would add up equal sums."""
-    images, kernel = eqn.invars[0].aval, eqn.outvars[0].aval
-    manual = images.sharding.mesh.manual_axes
+    """Returns the axes to hide from XLA, or raises StepError if that is no remedy."""
+    images, is_gradient = eqn.invars[0].aval, _is_kernel_gradient(eqn)
+    rank, manual = images.ndim, images.sharding.mesh.manual_axes
+    kernel = eqn.outvars[0].aval.shape
     every = _Axes(axis for axis, size in sizes.items() if size > 1).difference(manual)
-    rank, numbers = kernel.ndim, eqn.params["dimension_numbers"]
-    (channel_dim, row_dim, *_), out_dim = numbers.lhs_spec, numbers.out_spec[1]
-    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, eqns)}
-    # Besides the arguments, where the compiler has no choice.
-    fixed = [
-        _array(x.outvars[0].aval.shape, x.params["sharding"])
-        for x in eqns
-        if x.primitive.name == "sharding_constraint"
-        and x.outvars[0].aval.ndim == rank
-        and x.outvars[0].aval.shape not in kernels
-    ]
+    numbers = eqn.params.get("dimension_numbers")
+    row_dim, channel_dim, *moved = numbers.lhs_spec if numbers else (0, rank)
+    if is_gradient:
+        row_dim, channel_dim = channel_dim, row_dim
+    named = _Axes().union(*(axes for _, dims in fixed for axes in dims))
+    fixed = [x for x in fixed if len(x[0]) == rank and x[0] not in kernels]
     if any(images.sharding.spec):  # on Explicit axes
         fixed.append(_array(images.shape, images.sharding))
-    pinned = list(fixed)  # channels
+    arrays = [*fixed, *([x for x in batch if len(x[0]) >= rank] or batch)]
     cuts: set[tuple[_Axes, _Axes]] = set()  # of rows, and of space
-    for array in (*fixed, *([x for x in batch if len(x.shape) >= rank] or batch)):
-        dims, extra = dict(enumerate(array.axes)), max(len(array.shape) - rank, 0)
-        rows = dims.pop(row_dim + extra, _Axes())
-        rows |= dims.pop(0, _Axes()) if extra else _Axes()  # of stacked batches
-        dims.pop(channel_dim + extra, None)
-        cuts.add((rows & every, _Axes().union(*dims.values()) & every))
-        if array.shape[1 - rank :] == images.shape[1 - rank :]:
-            pinned.append(array)
+    shards: dict[int, int] = {}
+    for shape, array_axes in arrays:
+        extra = max(len(shape) - rank, 0)
+        dims = {dim - extra: axes & every for dim, axes in enumerate(array_axes)}
+        rows = dims.pop(row_dim, _Axes())
+        rows |= dims.pop(-extra, _Axes()) if extra else rows  # of stacked batches
+        dims.pop(channel_dim, None)
+        cuts.add((rows, _Axes().union(*dims.values())))
+        for dim, axes in dims.items():
+            count = math.prod(sizes[axis] for axis in axes)
+            shards |= {dim: max(count, shards.get(dim, 1))} if count > 1 else {}
     space = _Axes().union(*(space for _, space in cuts))
     spare = _Axes().union(*(every - rows - space for rows, space in cuts))
+    used = _Axes().union(*(axes for _, dims in params for axes in dims))
+    wrong = is_stuck = _Axes()
     if space:
-        # Right only if nothing else is sharded over these axes.
-        shared = space & _Axes().union(*(axes for x in params for axes in x.axes))
-        return spare or shared or (space if len(cuts) > 1 else _Axes())
-    others = [x for x in params if not any(x.shape[-len(k) :] == k for k in kernels)]
-    for shape, dims in others:
-        for dim, axes in enumerate(dims):
-            if _Axes() < axes & spare < spare and _may_be_of_images(shape, dim, eqn):
-                return spare
-    groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
-    if groups == 1 or not any(rows for rows, _ in cuts):
-        return _Axes()
-    outs = [x.axes[out_dim - rank] for x in params if x.shape[-rank:] == kernel.shape]
-    has_channels = bool(outs) and not pinned and all(axes == spare for axes in outs)
-    is_whole = groups % math.prod(sizes[axis] for axis in spare) == 0
-    return _Axes() if has_channels and is_whole else spare
-
-
-def _may_be_of_images(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:
-    """Returns whether the compiler may shard images in space like a parameter's dim.
-
-    It does so for a map of positions, and for the rows of a matrix that multiplies
-    flattened images, which may be pooled before, or the columns of one that makes them.
-    """
-    numbers, size = eqn.params["dimension_numbers"], shape[dim]
-    for var, spec in zip(eqn.invars, (numbers.lhs_spec, numbers.rhs_spec), strict=True):
-        features, *space = (var.aval.shape[d] for d in (spec[0], *spec[2:]))
-        area = math.prod(space)
-        is_map = len(shape) > len(space) and dim - len(shape) < -1 and size in space
-        is_flat = size == area * features
-        if spec is numbers.rhs_spec:  # what the convolution returns
-            is_flat |= size > 8 * features and area * features % size == 0
-        if is_map or is_flat or size == area:
-            return True
-    return False
+        # Right if nothing else is sharded over these axes, and no channels over others.
+        wrong = (space | spare) & used
+        is_moved = bool(numbers) and not {*shards} <= {*moved}  # by a transposition
+        if is_gradient:
+            is_stuck = every.difference(used, *(a for _, dims in batch for a in dims))
+            wrong |= spare | (space if len(cuts) > 1 else wrong)
+        elif is_moved or not is_sure(eqn, shards):
+            wrong = space
+    elif is_gradient:
+        is_stuck = spare
+        for shape, dims in params:
+            is_kernel = any(shape[-len(k) :] == k for k in kernels)
+            for dim, axes in enumerate(() if is_kernel else dims):
+                if axes & spare not in (_Axes(), spare) and may_shard(shape, dim, eqn):
+                    wrong = spare
+        groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
+        if groups > 1 and any(rows for rows, _ in cuts):
+            # Right if channels are over the spare axes, whole groups of them, and free.
+            end, out_dim = images.shape[1 - rank :], numbers.out_spec[1] - rank
+            outs = {dims[out_dim] for shape, dims in params if shape[-rank:] == kernel}
+            is_free = not fixed and all(shape[1 - rank :] != end for shape, _ in arrays)
+            size = math.prod(sizes[axis] for axis in spare)
+            is_right = outs == {spare} and is_free and groups % size == 0
+            wrong |= wrong if is_right else spare
+    others = every.difference(every.intersection(*(rows for rows, _ in cuts)))
+    if wrong and (is_stuck or is_late or fixed or manual or others & named):
+        what = "multiply the gradient of a convolution's kernel"
+        what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
+        axes = ", ".join(map(repr, sorted(wrong)))
+        rows = tuple(axis for axis, size in sizes.items() if size > 1)
+        msg = (
+            f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
+            f"along the mesh axes {axes}. Two layouts are right, of images that are "
+            f"whole in space: their rows over all axes, {rows}; or the channels of "
+            "kernels and images over the axes without rows."
+        )
+        raise StepError(msg)
+    return others if wrong else wrong

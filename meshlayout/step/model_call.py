@@ -1,7 +1,4 @@
-"""One call of a function of a state's model: as a pure function, in a policy's dtypes.
-
-What the model records meanwhile is taken out of it again.
-"""
+"""One pure call of a function of a state's model, in a policy's dtypes."""
 
 import functools
 import re
@@ -132,9 +129,11 @@ def _casting(policy: PrecisionPolicy, model: Module) -> Interceptor:
         set_dtype(module)
 
     def intercept(call: ModuleCall) -> Callable[..., Any]:
+        is_part = bool(call.path)
         if isinstance(call.module, nn.Module):
             set_dtype(call.module)
-        return call.proceed if call.path else functools.partial(whole, call)
+            is_part = call.module is not model  # it may apply modules without a path
+        return call.proceed if is_part else functools.partial(whole, call)
 
     def whole(call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast((args, kwargs), policy.compute)

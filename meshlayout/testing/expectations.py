@@ -53,8 +53,7 @@ def assert_layout(x: PyTree, expected: object) -> None:
     else:
         layouts = dict.fromkeys((leaf.path for leaf in leaves), expected)
     if not leaves:
-        msg = f"{x!r} holds no arrays, and so there is no layout to check."
-        raise VerificationError(msg)
+        raise VerificationError(f"{x!r} holds no arrays: there is no layout to check.")
     problems = [text for leaf in leaves if (text := _problem(leaf, layouts[leaf.path]))]
     if problems:
         raise VerificationError("\n".join(problems))

@@ -35,8 +35,6 @@ _NOTE = (
     "be replaced: take it from jax.sharding.get_abstract_mesh() inside the step."
 )
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-
 _CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
     "device, a missing sum over shards, a random key made from a device index. If this "
@@ -143,7 +141,7 @@ def verify(
 
     program = step.lower(state, batch, *args, **kwargs).as_text()
     dtypes = {*re.findall(r"[x<](f16|bf16|f32)>", program)} or {"f32"}
-    eps = max(float(jnp.finfo(_DTYPES[name]).eps) for name in dtypes)
+    eps = max(float(jnp.finfo(x.replace("f", "float")).eps) for x in dtypes)
     rng = np.random.default_rng(0)
 
     def rounded(values: np.ndarray) -> np.ndarray:

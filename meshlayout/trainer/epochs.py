@@ -89,11 +89,10 @@ class TrainerInput:
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
         self._trains, self._marks = where == "fit", where != "predict"
-        self._steps = steps_per_epoch
-        self._key = trainer._steps.weights
-        shardings: Any = map(_jax.sharding_of, jax.tree.leaves(trainer.state))
-        shardings = [sharding for sharding in shardings if sharding]
-        meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+        self._steps, self._key = steps_per_epoch, trainer._steps.weights
+        leaves = jax.tree.leaves(trainer.state)
+        shardings = [x for x in map(_jax.sharding_of, leaves) if x]
+        meshes: Any = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
         if not meshes:  # on one device; else on that to which JAX sends arrays
             devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
             meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
@@ -110,7 +109,10 @@ class TrainerInput:
                 check_batch({self._key: np.asarray(weights)}, self._key)
             data = self._dataset(rows, batch_size or 0, shuffle)
         elif not is_iterable:  # `iter` might never end
-            data = functools.partial(NumberedItems, data, len(data))
+            data = functools.partial(NumberedItems, data, operator.length_hint(data))
+        elif isinstance(data, DistributedDataset) and data._plan._assemble:
+            msg = f"{where}: a strategy's batches are for its run. Give arrays, or"
+            raise MeshLayoutError(f"{msg} ml.distribute_dataset(source, mesh, ...).")
         self._data, self._has_batches = data, False
         # Batches in an epoch; None if not known beforehand.
         self.num_steps = steps_per_epoch or operator.length_hint(data, 0) or None

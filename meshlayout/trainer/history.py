@@ -58,7 +58,7 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
     def __getitem__(self, name: str) -> list[Any]:
         if name not in self._values:
             near = did_you_mean(name, self._values)
-            if name.startswith("val_") and not any(x[:4] == "val_" for x in self):
+            if str(name).startswith("val_") and not any(x[:4] == "val_" for x in self):
                 near = " Give fit validation_data= or validation_split=."
             known = ", ".join(map(repr, self._values)) or "nothing yet"
             raise KeyError(f"the history has no {name!r}, only {known}.{near}")

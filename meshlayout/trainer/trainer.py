@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +56,7 @@ class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
-    device only at the end of an epoch. A subclass may define `train_step`, `eval_step`
-    or `predict_step`; if it defines all that it uses, the state may be any tree.
+    device only at the end of an epoch. A subclass may define its steps.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
     used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
@@ -107,8 +106,6 @@ class Trainer(_checks.WithReflexes):
         pad: bool = True,
         **options: Any,
     ) -> None:
-        if loss_fn is not None and type(self).train_step is Trainer.train_step:
-            check_state("Trainer", state)
         if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
             msg = "Trainer: training has used up this state. Continue with the state of"
             hint = (
@@ -116,6 +113,8 @@ class Trainer(_checks.WithReflexes):
             )
             raise StateError(f"{msg} {hint} the notebook's cell that does.")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
+        if loss_fn is not None and type(self).train_step is Trainer.train_step:
+            check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
@@ -212,8 +211,7 @@ class Trainer(_checks.WithReflexes):
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
         seed = checked_seed(shuffle, "fit")
-        is_list = isinstance(callbacks, Iterable)
-        chosen = checked_callbacks(callbacks if is_list else [callbacks])
+        chosen = checked_callbacks(callbacks)
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
             chosen.insert(0, Progress())
@@ -313,7 +311,6 @@ class Trainer(_checks.WithReflexes):
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
     def _train_epoch(self, preemption: Preemption | None) -> None:
-        """Trains for an epoch, or for the rest of a resumed one."""
         epoch, source = len(self.history.epochs) + 1, self.input
         assert source is not None
         is_new = self._metrics is None  # else restored, with the position in the epoch
@@ -334,8 +331,9 @@ class Trainer(_checks.WithReflexes):
         rows = sum(placed.num_examples for placed in group)
         # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with interrupts_later(patience=2), contextlib.ExitStack() as quiet:
-            # A short batch is a second program, of which the user knows.
-            if first_rows and any(num_examples(x) != first_rows for x in batches):
+            # New data and a short batch take a new program, of which the user knows.
+            is_short = any(num_examples(x) != first_rows for x in batches)
+            if not position.step_in_fit or (first_rows and is_short):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
@@ -367,9 +365,9 @@ class Trainer(_checks.WithReflexes):
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
             self._tell(
-                "the loss of epoch %d is NaN, and training continues. "
-                "callbacks=[ml.callbacks.StopOnNaN()] stops it, on_nonfinite='skip' "
-                "leaves such steps out, and JAX's jax_debug_nans shows where it began.",
+                "the loss of epoch %d is NaN, as NaN in the data makes it, or labels "
+                "outside 0 to classes - 1. callbacks=[ml.callbacks.StopOnNaN()] stops, "
+                "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them.",
                 position.epoch,
             )
         self._notify("on_epoch_end", position.epoch, logs)

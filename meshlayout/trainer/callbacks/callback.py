@@ -1,13 +1,9 @@
-"""`Callback`: the moments of training at which a user's code can run.
-
-Callbacks run while the device computes, and reading a metric waits for it. So those
-that show or watch values put them into `AsyncMetrics`, and read them once computed.
-"""
+"""`Callback`: the moments of training at which a user's code can run."""
 
 import inspect
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -78,7 +74,8 @@ class Callback:
 def checked_callbacks(callbacks: Any) -> list[Any]:
     """Returns callbacks of whose methods each will be called, and can be."""
     moments = [name for name in vars(Callback) if name.startswith("on_")]
-    for callback in (chosen := [*callbacks]):
+    chosen = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
+    for callback in chosen:
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
@@ -101,7 +98,7 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 
 
 class AsyncMetrics:
-    """A queue of metrics, each of which is read once the device has computed it.
+    """A queue of metrics, each of which is read, without waiting, once it is computed.
 
     Processes may read at different times. With `in_step`, because something is decided
     by the values, all read them after the same step: a fixed number of calls later.
