@@ -5,7 +5,6 @@ uses, and the launcher, which starts programs, for nothing at all.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 
@@ -108,11 +107,12 @@ else:  # to a type checker, every misspelt name would be right
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
-            msg, hint = f"module {__name__!r} has no attribute {name!r}", ""
             for module in () if name.startswith("_") else _MODULES:
                 if hasattr(importlib.import_module(f"{__name__}.{module}"), name):
-                    hint = f": write {__name__}.{module}.{name}"
-            raise AttributeError(msg + hint, name=name, obj=sys.modules[__name__])
+                    msg = f"module {__name__!r} has no attribute {name!r}: write"
+                    raise AttributeError(f"{msg} {__name__}.{module}.{name}")
+            checks = importlib.import_module(f"{__name__}._checks")
+            checks.unknown(f"module {__name__!r}", __all__, name)
         value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
         if name in _HOME:
             value = getattr(value, name)

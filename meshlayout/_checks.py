@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -175,6 +175,9 @@ def function(
     try:
         passed = dict.fromkeys(set(keywords).intersection(signature.parameters))
         signature.bind(*args, **passed)
+        names = [*signature.parameters][: len(args)]
+        if names != [*args] and {*names} == {*args}:  # swapped
+            raise TypeError
     except TypeError:
         names = ", ".join(signature.parameters)
         called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
@@ -283,6 +286,9 @@ _MEANINGS = {
 # What users of other libraries write by habit, and what takes its place here.
 _REFLEXES = {
     "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
+    "make_train_step": "Write make_train_step(loss_fn), and give the step the state.",
+    "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
+    "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
     "summary": "print(state) is the summary.",
@@ -291,6 +297,7 @@ _REFLEXES = {
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
+    "restore": "Write checkpointer.restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "history": "It has the values itself, as history['loss'].",
     "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
@@ -352,19 +359,29 @@ def _check_call(
             raise MeshLayoutError(f"{where}: {problem}. {_REFLEXES[where]}") from None
 
 
+def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
+    """Raises AttributeError, which names a near attribute and where to look."""
+    place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
+    near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
+    raise AttributeError(f"{owner} has no attribute {name!r}{near}")
+
+
 class WithReflexes:
     """Base of classes whose missing attributes say what to write instead."""
 
     if not TYPE_CHECKING:  # to which every misspelled name would be right
 
         def __getattr__(self, name: str) -> Any:
-            hint, plain = _REFLEXES.get(name), name.removeprefix("experimental_")
-            if plain != name and hasattr(type(self), plain):
+            kind, plain = type(self), name.removeprefix("experimental_")
+            hint = _REFLEXES.get(f"{kind.__name__}.{name}") or _REFLEXES.get(name)
+            if plain != name and hasattr(kind, plain):
                 hint = f"Write {plain}."
-            if hint is None:
+            if name.startswith("_") or hasattr(kind, name):  # a property that failed
                 return object.__getattribute__(self, name)  # raises Python's own error
-            msg = f"{type(self).__name__} has no {name!r}. {hint}"
-            raise AttributeError(msg, name=name, obj=self)
+            if hint is None:
+                public = [x for x in dir(kind) if x[0] != "_"]
+                unknown(repr(kind.__name__), public, name)
+            raise AttributeError(f"{kind.__name__} has no {name!r}. {hint}")
 
 
 def show_user_frames(error: BaseException | None) -> None:

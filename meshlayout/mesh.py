@@ -293,9 +293,9 @@ def create_mesh(
         Mesh(replica=2, fsdp=4)
     """
     if axes is not None and axis_sizes:
-        names = ", ".join(axis_sizes)
-        msg = f"give the axes once: as the first argument or as keywords ({names})."
-        raise MeshError(f"{msg} Options are devices, dcn and axis_types.")
+        msg = f"create_mesh got {shown(axes)} and {', '.join(axis_sizes)}=. Give each"
+        msg += " axis once, with its size: create_mesh({'dp': 2, 'tp': 4}). Options are"
+        raise MeshError(f"{msg} devices, dcn and axis_types.")
     _jax.check_joined("create_mesh")
     members = jax.devices() if devices is None else parse_devices(devices)
     axes = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)

@@ -463,9 +463,11 @@ def test_steps_that_do_not_exist_are_refused(ck):
     begin = f"{ck.directory} has no step"
     assert error_of(ck.restore) == f"{begin} 'latest': there is no such directory."
     ck.directory.mkdir()
-    assert error_of(ck.restore) == f"{begin} 'latest': there is no step at all."
+    assert error_of(ck.restore).endswith("there is none (see load_orbax).")
     ck.save(3, {"x": 1})
     ck.wait()
+    for like in (3, lambda: {"x": 1}):  # a step's number, and what builds the state
+        assert error_of(ck.restore, like).endswith("The number of a step is step=.")
     assert error_of(ck.restore, step=4) == f"{begin} 4: there is 3."
     assert error_of(ck.restore, step="best") == (
         "no step is best without Checkpointer(best=('val_accuracy', 'max'))."

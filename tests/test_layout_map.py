@@ -206,7 +206,7 @@ def test_what_a_logical_axis_could_not_have_is_noted():
     assert str(resolved.layout) == "[x, y, unsharded, unsharded]"
     assert resolved.note == (
         "'mlp' is on axis 'y', not on axis 'x'; 'heads' is on no axis, not on axis 'y'; "
-        "'mpl' has no rule. Did you mean 'mlp'?"
+        "'mpl' has no rule, but 'mlp' has"
     )
     assert f"note: w: {resolved.note}" in str(layouts.explain({"w": leaf}))
 
@@ -296,7 +296,8 @@ BAD = {
     f"unsharded] is not in {MESH}. Did you mean 'model'?",
     "ml.LayoutMap(mesh, {'w': 'model'})": "rule 'w': expected a Layout, a tuple or list "
     "with one entry per dim, a PartitionSpec, or a function (path, shape, dtype) -> spec, "
-    "got 'model'. Write (..., 'model') to shard the last dim, [...] for replicated.",
+    "got 'model'. Write (..., 'model') to shard the last dim, [...] for replicated. Rules "
+    "for logical axis names go into logical_axes=.",
     "ml.LayoutMap(mesh, {'w': ml.create_mesh({'x': 8}).layout('x')})": "rule 'w': "
     f"Layout([x], Mesh(x=8)) is on another mesh than the map, {MESH}. Give the spec "
     "alone, or a layout on the mesh of the map.",

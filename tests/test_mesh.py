@@ -322,8 +322,9 @@ BAD = {
     "devices, but there are 8. A shape that fits: (batch=8, model=1).",
     "create_mesh({'a,b': 8})": "axis name 'a,b' must be a string without any of , = |. "
     "Use a name such as 'batch'.",
-    "create_mesh({'batch': 8}, model=2)": "give the axes once: as the first argument or "
-    "as keywords (model). Options are devices, dcn and axis_types.",
+    "create_mesh({'batch': 8}, model=2)": "create_mesh got {'batch': 8} and model=. Give "
+    "each axis once, with its size: create_mesh({'dp': 2, 'tp': 4}). Options are "
+    "devices, dcn and axis_types.",
     "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
     "only cpu:0-7.",
     "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give those of "

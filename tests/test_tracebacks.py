@@ -172,12 +172,21 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "'model': 4})."
     )
     assert message_of(ml.Trainer, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), bad_key) == (
-        "Trainer takes a TrainState, got a Linear. Give it "
-        "ml.TrainState.create(lambda: Linear(...), optimizer)."
+        "Trainer takes a TrainState, got a Linear. Write ml.TrainState.create(build, "
+        "optimizer), or ml.compile_step(step)."
     )
     theirs = train_state.TrainState(0, None, {}, optax.sgd(0.1), ())
-    assert message_of(ml.make_train_step(bad_key), theirs, BATCH) == (
-        "train_step takes a TrainState, and got a flax.training.train_state.TrainState."
+    flax = "a flax.training.train_state.TrainState. Write ml.TrainState.create(lambda: "
+    flax += '{"params": state.params}, state.tx, module=module)'
+    for call in (ml.make_train_step(bad_key), lambda *_: ml.Trainer(theirs, bad_key)):
+        assert f"takes a TrainState, got {flax}" in message_of(call, theirs, BATCH)
+    pair = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), None
+    assert "lambda: nnx.clone(model), optimizer.tx" in message_of(
+        ml.make_train_step(bad_key), pair, BATCH
+    )
+    swapped = message_of(ml.make_train_step, lambda batch, model: 0)
+    assert swapped.endswith(
+        "called as loss_fn(model, batch), but takes (batch, model)."
     )
     error = functools.partial(message_of, error=AttributeError)
     assert error(lambda: ml.MirroredStrategy) == (
@@ -192,7 +201,13 @@ def test_reflexes_of_other_libraries_are_answered(state):
         f"{type(strategy).__name__} has no 'experimental_local_results'. Write "
         "local_results."
     )
-    assert error(lambda: state.parms) == "'TrainState' object has no attribute 'parms'"
+    for owner, name in [
+        *((state, name) for name in ("cuda", "parameters")),
+        *((ml, "fully_shard"), (ml.Checkpointer("unused"), "load")),
+    ]:
+        assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023
+    assert "Did you mean 'create_mesh'?" in error(lambda: ml.create_mehs)
+    assert "state.tx" in error(lambda: state.optimizer)
 
 
 def test_a_sum_over_replicas_that_a_step_does_not_have_is_explained(state):

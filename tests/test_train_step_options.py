@@ -1,5 +1,7 @@
 """What the options of a train step do, and which values of them are refused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -490,4 +492,40 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
 def test_a_step_wants_a_train_state(kind, mesh, batch):
     step = getattr(ml, f"make_{kind}")(squares)
     said = message_of(step, create(mesh).params, batch)
-    assert said == f"{kind} takes a TrainState, and got a dict."
+    assert said == (
+        f"{kind} takes a TrainState, got a dict. Write ml.TrainState.create(build, "
+        "optimizer), or ml.compile_step(step)."
+    )
+
+
+class _Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, batch: model(batch).mean(axis=-1),
+        lambda model, batch, train: model(batch, train=train).mean(axis=-1),
+    ],
+    ids=["without train", "with train"],
+)
+def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
+    module, x = _Normalized(), np.arange(16, dtype="float32").reshape(8, 2)
+    build = lambda: module.init(jax.random.key(0), x)
+    state = ml.TrainState.create(build, optax.sgd(0.1), module=module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        new, _ = ml.make_train_step(loss_fn)(state, x)
+    mean = new.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+    assert bool(caught) == (not np.any(mean))
+    assert all("def loss_fn(model, batch, train)" in str(x.message) for x in caught)
+
+
+def test_a_new_optimizer_is_named_alone_when_it_recompiles(mesh, batch):
+    train_step, state = ml.make_train_step(squares), create(mesh)
+    state, _ = train_step(state, batch)
+    with pytest.warns(ml.errors.RecompileWarning, match="its optimizer, a new"):
+        train_step(state.replace(tx=optax.sgd(0.2)), batch)

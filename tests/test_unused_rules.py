@@ -5,7 +5,7 @@ import warnings
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import meshlayout as ml
 from models.mlp import MLP
@@ -58,3 +58,32 @@ def test_a_rule_that_another_one_hides_is_not_unused():
     rules = {"hidden/kernel": (None, "model"), "kernel$": (None, "batch")}
     layouts = ml.LayoutMap(MESH, rules, unused="error", conflict="first")
     ml.create(lambda: {"hidden": {"kernel": jnp.ones((8, 8))}}, layouts)
+
+
+LOGICAL_AXES = {  # what is given, and what is said to match nothing
+    "a typo": ({"mpl": "model"}, ["mpl"]),
+    "beside a right one": ({"mpl": "model", "embed": None}, ["mpl"]),
+    "a table for several models": (
+        {"mlp": "model", "embed": None, "heads": "model"},
+        [],
+    ),
+    "no table": ({}, []),
+}
+
+
+@pytest.mark.parametrize("case", LOGICAL_AXES)
+def test_logical_axes_that_no_array_has_are_unused_rules(case):
+    axes, dead = LOGICAL_AXES[case]
+    kernel = nn.Partitioned(jnp.ones((8, 8)), ("embed", "mlp"))
+    layouts = ml.LayoutMap(MESH, logical_axes=axes, unused="error")
+    expected = {f"logical_axes[{name!r}]": ("mlp", "embed") for name in dead}
+    assert layouts.explain({"kernel": kernel}).dead_rules == expected
+    if dead:
+        with pytest.raises(ml.errors.LayoutMapError, match=r"mpl.* matches no path"):
+            ml.create(lambda: {"kernel": kernel}, layouts)
+
+
+def test_the_arrays_of_the_same_layer_are_near():
+    layouts = ml.LayoutMap(MESH, {"hidden.weight": (None, "model")})
+    (near,) = layouts.explain(nnx.state(mlp())).dead_rules.values()
+    assert set(near) == {"hidden/kernel", "hidden/bias"}

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 @_checks.user_call
-class Checkpointer:
+class Checkpointer(_checks.WithReflexes):
     """Saves a state during training, and restores it on any mesh.
 
     Use this in your own loop, as below, or in the callback `Checkpoint`.
@@ -245,7 +245,7 @@ class Checkpointer:
         return list(steps.step_paths(self.directory))
 
     def latest_step(self) -> int | None:
-        """Returns the highest saved step, or None."""
+        """Returns the highest step saved so far, without a running save; or None."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -278,7 +278,7 @@ class Checkpointer:
         else:
             _checks.count("step", step, at_least=0, error=CheckpointError)
         if number not in paths:
-            listed = ", ".join(map(str, list(paths)[-10:])) or "no step at all"
+            listed = ", ".join(map(str, list(paths)[-10:])) or "none (see load_orbax)"
             listed = listed if self.directory.exists() else "no such directory"
             msg = f"{self.directory} has no step {step!r}: there is {listed}."
             raise CheckpointError(msg)

@@ -292,6 +292,9 @@ def _targets(
     if not isinstance(layouts, LayoutMap | None):
         msg = f"layouts= must be a LayoutMap, got {_checks.shown(layouts)}."
         raise CheckpointError(msg)
+    if isinstance(tree, (int, type)) or hasattr(tree, "__code__"):
+        msg = f"like= must be a state or ml.describe(build), got {_checks.shown(tree)}."
+        raise CheckpointError(f"{msg} The number of a step is step=.")
     if _jax.is_tracing():
         raise CheckpointError("like= is inside jit. Restore outside of it.")
     is_free, graphdef = tree is None, None

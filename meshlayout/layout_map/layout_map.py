@@ -4,6 +4,7 @@
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
+import difflib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -283,11 +284,21 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
                 winners[pattern].add(leaf.rule or f"({leaf.reason})")
         one_of_each = {folded(leaf.path): leaf.path for leaf in reversed(leaves)}
         dead = [pattern for pattern, others in winners.items() if not others]
+        near = {
+            pattern: nearest_paths(pattern, one_of_each.values()) for pattern in dead
+        }
+        axes = dict(self._options.logical_axes or ())
+        names = {name for leaf in leaves for name in leaf.axes}
+        # A table that has all names of a model may have those of other models, too.
+        if not names or names - {*axes, *self.mesh.axis_names}:
+            for axis in axes.keys() - names:
+                closest = difflib.get_close_matches(axis, names, cutoff=0)
+                near[f"logical_axes[{axis!r}]"] = tuple(closest)
         return Explanation(
             resolved.layouts,
             leaves,
             self.mesh,
-            {pattern: nearest_paths(pattern, one_of_each.values()) for pattern in dead},
+            near,
             {p: tuple(sorted(others)) for p, others in winners.items() if others},
             {p: x.rule.sends for p, x in self._rules.items() if x.rule.sends},
         )

@@ -4,6 +4,7 @@ Flax itself says what they mean, so that a model written for `nn.logical_axis_ru
 gets the same layouts.
 """
 
+import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -82,8 +83,9 @@ def logical_layout(
     notes: list[str] = []
     for name, axes in zip(words, map(axes_of, spec), strict=True):
         if name is not None and name not in first:
-            near = did_you_mean(name, [*mesh.axis_names, *first])
-            notes.append(f"{name!r} has no rule.{near}".removesuffix("."))
+            near = difflib.get_close_matches(name, [*mesh.axis_names, *first], n=1)
+            others = [f", but {x!r} has" for x in near]
+            notes.append(f"{name!r} has no rule{''.join(others)}")
         elif name is not None and axes != first[name]:
             text = axes_text(axes) if axes else "no axis"
             notes.append(f"{name!r} is on {text}, not on {axes_text(first[name])}")

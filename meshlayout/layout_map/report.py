@@ -37,6 +37,7 @@ class Resolution:
         fallback: What could not be followed, such as a dim that does not divide.
         note: The note of the rule, or a disagreement that is not an error.
         placed: The layout of an array on the mesh of the map, if it has another one.
+        axes: The axis names in Flax's metadata.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Resolution:
     fallback: str | None = None
     note: str | None = None
     placed: Layout | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def current_layout(self) -> Layout:
@@ -243,4 +245,7 @@ def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     num_keys = letters.count("/") + 1
     ends = {"/".join(path.lower().split("/")[-num_keys:]): path for path in paths}
     near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
-    return tuple(ends[end] for end in near)
+    # Or the arrays of the same layer, for PyTorch's `head.weight`.
+    head = letters.rpartition("/")[0]
+    near = near or [end for end in ends if head and end.rpartition("/")[0] == head]
+    return tuple(ends[end] for end in near[:3])

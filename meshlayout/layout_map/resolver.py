@@ -143,7 +143,8 @@ class Resolver:
             if is_named and not actual.is_equivalent_to(planned, x.ndim):
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(actual, x.ndim)
-        return replace(resolution, path=leaf.path, placed=placed)
+        axes = tuple(jax.tree.leaves(logical_axes(leaf.box)))
+        return replace(resolution, path=leaf.path, placed=placed, axes=axes)
 
     def _by_rules(
         self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None

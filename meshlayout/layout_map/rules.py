@@ -117,7 +117,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
             "expected a Layout, a tuple or list with one entry per dim, a "
             "PartitionSpec, or a function (path, shape, dtype) -> spec, got "
             f"{_checks.shown(value)}. Write (..., 'model') to shard the last dim, "
-            "[...] for replicated."
+            "[...] for replicated. Rules for logical axis names go into logical_axes=."
         )
         raise LayoutError(msg)
     if MATCH in layout.specs:

@@ -22,7 +22,7 @@ import jax
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import LayoutMapError
+from meshlayout.errors import LayoutMapError, MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
@@ -96,7 +96,9 @@ def tensor_parallel(
         'rows; an all-reduce adds up the products'
     """
     mesh = as_mesh(mesh)
-    num_shards = mesh.axis_size((axis,))
+    hint = f"Give the axis for matrices, as axis={mesh.axis_names[-1]!r}."
+    where = _checks.Context(where="tensor_parallel", error=MeshError, hint=hint)
+    num_shards = mesh.axis_size(_checks.choice("axis", axis, mesh.axis_names, **where))
     if axis in BATCH_AXES:
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'

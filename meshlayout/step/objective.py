@@ -8,6 +8,8 @@ compiler can combine it with that of the gradients only if nothing reads it befo
 """
 
 import inspect
+import operator
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -21,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, weights_of
-from meshlayout.errors import LossError, MetricError, StepError
+from meshlayout.errors import LossError, MetricError, StepError, stack_level
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
@@ -105,6 +107,8 @@ class Loss:
         result, recorded, after = call_model(
             function, self.policy, state, key, interceptors, train=self.train
         )
+        if self.train and state.program.module and "train" not in names:
+            _check_mode(state.model_state, after)
         values, outputs = _losses_and_outputs(self.loss_fn, result)
         for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
             msg = f"the model records a loss as {name!r}, as the step: rename it."
@@ -136,6 +140,18 @@ class Loss:
     def penalties(self, params: PyTree) -> dict[str, jax.Array]:
         """Returns the regularizers' penalties by name."""
         return {name: penalty(params) for name, penalty in self.regularizers.items()}
+
+
+def _check_mode(before: PyTree, after: PyTree) -> None:
+    """Warns of batch statistics that a Linen module has, and a train step leaves."""
+    stats, new = (jax.tree.leaves(x.get("batch_stats")) for x in (before, after))
+    if stats and all(map(operator.is_, stats, new)):
+        msg = (
+            "batch_stats do not change in this train step: the Linen module runs in "
+            "evaluation mode, without dropout. Write def loss_fn(model, batch, train), "
+            "and in it model(x, train=train)."
+        )
+        warnings.warn(msg, stacklevel=stack_level())
 
 
 def _losses_and_outputs(

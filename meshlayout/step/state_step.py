@@ -95,9 +95,7 @@ class StateStep(StepInspection):
         self, state: TrainState, batch: Batch, metrics: Metrics | None
     ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
         """Returns what to call, with what, and the empty metrics."""
-        if type(state) is not TrainState:
-            msg = f"{self.__name__} takes a TrainState, and got {_checks.shown(state)}."
-            raise StepError(msg)
+        check_state(self.__name__, state)
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
@@ -153,6 +151,18 @@ class StateStep(StepInspection):
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         """Returns a compiled function, which takes None for the metrics, too."""
         raise NotImplementedError
+
+
+def check_state(where: str, state: object) -> None:
+    """Raises StepError, which says how to make one, for what is no TrainState."""
+    if type(state) is not TrainState:
+        how = "build, optimizer"
+        if hasattr(state, "apply_fn"):  # Flax's own
+            how = 'lambda: {"params": state.params}, state.tx, module=module'
+        elif isinstance(state, tuple):
+            how = "lambda: nnx.clone(model), optimizer.tx"
+        msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
+        raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
 
 
 def check_batch(batch: Batch, key: str | int | None) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import linen as nn, nnx
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
@@ -33,6 +32,7 @@ from meshlayout.errors import (
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.step.state_step import check_state
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
 from meshlayout.trainer.callbacks.callback import checked_callbacks
 from meshlayout.trainer.epochs import (
@@ -83,6 +83,7 @@ class Trainer(_checks.WithReflexes):
 
     Examples:
         >>> import optax
+        >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> state = TrainState.create(build, optax.sgd(0.1))
         >>> loss_fn = lambda model, batch: (model(batch[0]) - batch[1]) ** 2
@@ -105,10 +106,6 @@ class Trainer(_checks.WithReflexes):
         pad: bool = True,
         **options: Any,
     ) -> None:
-        if loss_fn is not None and isinstance(state, (nnx.Module, nn.Module)):
-            msg = f"Trainer takes a TrainState, got {_checks.shown(state)}. Give it"
-            build = f"lambda: {type(state).__name__}(...)"
-            raise MeshLayoutError(f"{msg} ml.TrainState.create({build}, optimizer).")
         if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
             msg = "Trainer: training has used up this state. Continue with the state of"
             hint = (
@@ -116,6 +113,8 @@ class Trainer(_checks.WithReflexes):
             )
             raise StateError(f"{msg} {hint} the notebook's cell that does.")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
+        if loss_fn is not None and type(self).train_step is Trainer.train_step:
+            check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
