@@ -113,7 +113,8 @@ class Trainer(_checks.WithReflexes):
             )
             raise StateError(f"{msg} {hint} the notebook's cell that does.")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
-        if loss_fn is not None and type(self).train_step is Trainer.train_step:
+        has_own = type(self).train_step is not Trainer.train_step
+        if not (state is None or loss_fn is None or has_own):  # it may be set later
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
