@@ -73,8 +73,7 @@ def find_axis(
     ambient = jax.sharding.get_abstract_mesh()
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
     found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
-    types = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
-    if types.get(name) == AxisType.Manual:
+    if name in ambient.manual_axes:
         fact = f"{where}: inside shard_map over {name!r}, every device has only its own"
         raise MeshError(f"{fact} shard. Call it outside, on whole arrays.")
     size = found.shape.get(name, 1) if found.shape else 1
@@ -92,7 +91,6 @@ def run_on_auto_axes(
         return function(axis, *operands)
     types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
-
     on_mesh = functools.partial(NamedSharding, axis.mesh)
 
     def placed(x: jax.Array) -> jax.Array:

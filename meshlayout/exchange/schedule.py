@@ -153,7 +153,7 @@ def pipeline(
     elsewhere = {axis, *_jax.manual_axis_sizes()}
     row_axes = () if found is None else batch_axes(found.mesh)
     row_axes = tuple(name for name in row_axes if name not in elsewhere)
-    shards = 1 if found is None else math.prod(found.mesh.shape[x] for x in row_axes)
+    shards = math.prod(found.mesh.shape[x] for x in row_axes) if found else 1
     counts = [n for n in range(1, rows + 1) if rows % n == 0]
     shards, row_axes = (shards, row_axes) if rows % shards == 0 else (1, ())
     if lead[-1] % size:

@@ -47,7 +47,6 @@ _OTHER_CHANGE = (
     "no shape, dtype or layout, but the state's code (a new model or optimizer), its "
     "devices, a Python number for an array, the active layout map or a JAX setting"
 )
-_NEW_OPTIMIZER = "its optimizer, a new optax.adam(...) or such: make it once"
 
 # Type and layout of every argument of a call, by name.
 _Seen: TypeAlias = dict[str, tuple[str, str]]
@@ -217,7 +216,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self.last: _Jitted | None = None
         self.called: Any = None  # the program and types of the last call traced
         self._seen: list[_Seen] = []  # the last calls that were traced
-        self._tx: Any = None  # the optimizer of the last call's state
         self._was_called = False
         self._in_flight = 0
 
@@ -348,11 +346,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if treedef != program.treedef:
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
+            if tx := getattr((*args, None)[0], "tx", None):
+                now["the optimizer"] = f"one made at {id(tx):#x}", ""  # by optax.adam
             if program.arguments is not None:  # else, it is only looked at
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
-                tx = getattr(args[0] if args else None, "tx", None)
-                why = self._explain(now, tx) if self._was_called else ""
-                self._tx = tx
+                why = self._explain(now) if self._was_called else ""
                 is_compared = True
         (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
         layouts = self._options["layouts"]
@@ -429,10 +427,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if msg:
                 raise StepError(msg) from None
 
-    def _explain(self, now: _Seen, tx: Any) -> str:
+    def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
         changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
-        change = [*changes, _OTHER_CHANGE if tx is self._tx else _NEW_OPTIMIZER][0]
+        change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)

@@ -106,15 +106,14 @@ class Trainer(_checks.WithReflexes):
         pad: bool = True,
         **options: Any,
     ) -> None:
-        if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
+        leaves = jax.tree.leaves(state)
+        if any(getattr(x, "is_deleted", bool)() for x in leaves):
             msg = "Trainer: training has used up this state. Continue with the state of"
-            hint = (
-                "its trainer, trainer.state, or create the state again, as by running"
-            )
-            raise StateError(f"{msg} {hint} the notebook's cell that does.")
+            hint = "its trainer, or create it again, as by running the notebook's cell."
+            raise StateError(f"{msg} {hint}")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         has_own = type(self).train_step is not Trainer.train_step
-        if not (state is None or loss_fn is None or has_own):  # it may be set later
+        if leaves and loss_fn and not has_own:  # a state may be given later
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
