@@ -1,4 +1,6 @@
-"""Builds the site, in .cache/docs/site, with what its generator does not do.
+"""Builds this version of the site, in .cache/docs/site, with what its generator omits.
+
+The versions that were built before stay beside it, and every page offers them.
 
 Notebooks become pages of Markdown, with the outputs that they are committed with: so
 their code looks as it does elsewhere, and the cell that installs the library is folded.
@@ -6,6 +8,7 @@ Links to them are written as GitHub needs them. After the build, every link and 
 of every page must lead to something that exists.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,11 +20,15 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
+from packaging.version import Version
 
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / ".cache" / "docs"  # the generator keeps what it has made in it, too
-SOURCES, SITE = BUILD / "docs", BUILD / "site"
+SOURCES, SITES = BUILD / "docs", BUILD / "site"
+PACKAGE = (ROOT / "meshlayout" / "__init__.py").read_text()
+VERSION = re.findall(r'__version__ = "(.*)"', PACKAGE)[0]
+SITE = SITES / VERSION
 FOOT = 'edit/main/docs/tutorials/(\\w+)\\.md"', r'blob/main/notebooks/\1.ipynb"'
 
 
@@ -36,18 +43,19 @@ def main() -> None:
         )
         # The page of a notebook has an edit link to the notebook.
         path.write_text(re.sub(*FOOT, html))
+    _list_versions()
     if wrong := _dead_links():
         sys.exit("These lead nowhere:\n" + "\n".join(sorted(wrong)))
 
 
 def _prepare() -> None:
     """Copies the pages to where the site is built from, and adds the notebooks."""
-    shutil.rmtree(BUILD, ignore_errors=True)
+    for path in [*BUILD.glob("*"), *BUILD.glob(".*"), SITE]:
+        if path != SITES:
+            shutil.rmtree(path, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.py", "__pycache__")
     shutil.copytree(ROOT / "docs", SOURCES, ignore=ignored)
-    source = (ROOT / "meshlayout" / "__init__.py").read_text()
-    version = re.findall(r'__version__ = "(.*)"', source)[0]
-    config = (ROOT / "mkdocs.yml").read_text().replace("VERSION", version)
+    config = (ROOT / "mkdocs.yml").read_text().replace("VERSION", VERSION)
     (BUILD / "mkdocs.yml").write_text(config)
     (SOURCES / "tutorials").mkdir()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -57,7 +65,19 @@ def _prepare() -> None:
     for path in SOURCES.rglob("*.md"):
         up = "../" * (len(path.relative_to(SOURCES).parts) - 1)
         text = re.sub(notebook, rf"({up}tutorials/\1.md", path.read_text())
+        if path.parent.name == "coming_from":  # whose tables have three columns
+            text = f"---\nhide: [toc]\n---\n\n{text}"
         path.write_text(text)
+
+
+def _list_versions() -> None:
+    """Writes what the menu of versions reads, and a first page that opens the newest."""
+    built = [path.parent.name for path in SITES.glob("*/index.html")]
+    built.sort(key=Version, reverse=True)
+    versions = [{"version": x, "title": x, "aliases": []} for x in built]
+    (SITES / "versions.json").write_text(json.dumps(versions))
+    page = f'<meta http-equiv="refresh" content="0; url={built[0]}/">\n'
+    (SITES / "index.html").write_text(page)
 
 
 def _with_breaks(code: re.Match[str]) -> str:
