@@ -71,7 +71,7 @@ def _prepare() -> None:
 
 
 def _list_versions() -> None:
-    """Writes what the menu of versions reads, and a first page that opens the newest."""
+    """Lists the versions for their menu; the first page opens the newest."""
     built = [path.parent.name for path in SITES.glob("*/index.html")]
     built.sort(key=Version, reverse=True)
     versions = [{"version": x, "title": x, "aliases": []} for x in built]
