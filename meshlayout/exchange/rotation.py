@@ -46,14 +46,9 @@ class Ring:
     last: int  # and last from this one
 
     @property
-    def along(self) -> PartitionSpec:
-        """The spec of shards along the sequence."""
-        return PartitionSpec(None, self.axis.name)
-
-    @property
-    def chunked(self) -> PartitionSpec:
-        """The spec of chunks."""
-        return PartitionSpec(self.axis.name)
+    def specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """The specs of shards along the sequence, and of chunks."""
+        return PartitionSpec(None, self.axis.name), PartitionSpec(self.axis.name)
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """Returns a shard of the sequence as chunks, in the order of this ring."""
@@ -205,8 +200,7 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, _Saved]:
         out = jnp.einsum("cbkgtd->cbtkgd", total / weight[..., None])
         return ring.shard(out.astype(q.dtype)), (q, k, v, segments, top, weight)
 
-    mapped = ring.axis.shard_map(on_device, (ring.along,), (ring.along, ring.chunked))
-    out, saved = mapped(inputs)
+    out, saved = ring.axis.shard_map(on_device, ring.specs[:1], ring.specs)(inputs)
     return out, (saved, out, inputs.mask)
 
 
@@ -234,8 +228,8 @@ def _backward(ring: Ring, residuals: _Saved, grad: jax.Array) -> tuple[Inputs]:
         grads = [grads[0], *ring.axis.shift(grads[1:], -ring.last)]
         return tuple(ring.shard(x.astype(q.dtype)) for x in grads)
 
-    along = ring.along
-    mapped = ring.axis.shard_map(on_device, (ring.chunked, along, along, along), along)
+    along, chunked = ring.specs
+    mapped = ring.axis.shard_map(on_device, (chunked, along, along, along), along)
     return (Inputs(*mapped(*residuals, grad)),)
 
 

@@ -45,7 +45,7 @@ def stages(
     mesh: Mesh | jax.sharding.Mesh,
     axis: str = "stage",
     *,
-    pattern: str = r"blocks/(?!\d+/)",
+    pattern: str = "blocks/",
     schedule: Schedule = "gpipe",
 ) -> LayoutMap:
     """Returns the map that gives each device the layers of its pipeline stage.
@@ -56,8 +56,8 @@ def stages(
     Args:
         mesh: The mesh.
         axis: The mesh axis of the stages.
-        pattern: A regular expression that is found in the paths of the stacks. By
-            default not in `blocks/0/kernel`, which is one layer's.
+        pattern: A regular expression that is found in the paths of the stacks. Where a
+            number follows, as in `blocks/0/kernel`, it is one layer's, and stays whole.
         schedule: With `"circular"`, the second dim is sharded: that of the layers of a
             round, where `pipeline` has `rounds`.
 
@@ -75,7 +75,8 @@ def stages(
     mesh = as_mesh(mesh)
     mesh.axis_size((axis,))
     schedule = _checks.choice("schedule", schedule, _SCHEDULES, where="stages")
-    return LayoutMap(mesh, {pattern: (*[None] * (schedule != "gpipe"), axis, ...)})
+    stacks = rf"(?:{pattern})(?![/_]?\d+/)"
+    return LayoutMap(mesh, {stacks: (*[None] * (schedule != "gpipe"), axis, ...)})
 
 
 @_checks.user_call
