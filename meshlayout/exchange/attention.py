@@ -96,7 +96,8 @@ def ring_attention(
 
     Raises:
         LayoutError: If shapes or dtypes do not fit, or an option is not supported.
-        MeshError: If this is called inside `shard_map` over the axis.
+        MeshError: If this is called inside `shard_map` over the axis. (Inside one
+            over others, gradients need its `check_vma=False`.)
 
     Examples:
         >>> import meshlayout as ml

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
-from meshlayout.errors import LayoutError
+from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
@@ -75,8 +75,10 @@ def stages(
     mesh = as_mesh(mesh)
     mesh.axis_size((axis,))
     schedule = _checks.choice("schedule", schedule, _SCHEDULES, where="stages")
-    stacks = rf"(?:{pattern})(?![/_]?\d+/)"
-    return LayoutMap(mesh, {stacks: (*[None] * (schedule != "gpipe"), axis, ...)})
+    _checks.pattern("pattern", pattern, where="stages", error=LayoutMapError)
+    stacks = f"(?:{pattern})" if "|" in pattern else pattern
+    layout = (*[None] * (schedule != "gpipe"), axis, ...)
+    return LayoutMap(mesh, {rf"{stacks}(?![/_]?\d+/)": layout})
 
 
 @_checks.user_call
@@ -246,10 +248,9 @@ def _run(
     per_stage = -(-count // size)  # microbatches that each stores
     stage_of = jnp.arange(size, dtype="int32")
 
-    def params_of(index: int) -> PyTree:
-        return jax.tree.map(lambda p: p[:, :, index], params)
-
-    layers = [*map(params_of, range(num_layers))]
+    layers = [
+        jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(num_layers)
+    ]
 
     def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
         def pick(p: jax.Array) -> jax.Array:
