@@ -70,11 +70,11 @@ class Ring:
 
     def _swap(self, x: jax.Array, half: int, *, back: bool = False) -> jax.Array:
         """Sends one half of each shard, chunk j of 2n, to device j or 2n - 1 - j."""
-        size = self.axis.size
-        chunks = range(half, 2 * size, 2)
-        pairs = [(j // 2, min(j, 2 * size - 1 - j)) for j in chunks]
+        end = 2 * self.axis.size
+        pairs = [(j // 2, min(j, end - 1 - j)) for j in range(half, end, 2)]
         pairs = [pair[::-1] for pair in pairs] if back else pairs
-        return jax.lax.ppermute(x, self.axis.name, pairs)
+        stays = all(source == target for source, target in pairs)
+        return x if stays else jax.lax.ppermute(x, self.axis.name, pairs)
 
     def rotate(self, visit: Callable[..., Any], keys: Keys) -> Any:
         """Calls `visit(shift, keys, carry)` with the keys of one device after another.
