@@ -107,11 +107,10 @@ def tensor_parallel(
     _checks.choice("sequence", sequence, (True, False), where="tensor_parallel")
     names: set[str] = set()  # of activations
 
-    def note(name: str, shape: tuple[int, ...], _: object) -> tuple[None, ...]:
+    def see(name: str, *_: object) -> None:
         names.add(name)
-        return (None,) * len(shape)
 
-    with activate(LayoutMap(mesh, {".": note} if sequence else {})):
+    with activate(LayoutMap(mesh, {".": see} if sequence else {})):
         params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
     if sequence and "residual" not in names:
         fact = "sequence=True is for models that say ml.constrain(x, 'residual')"
