@@ -325,23 +325,22 @@ def make_setting(
                 f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
                 f"--mesh {axes} has none"
             )
+    size = options.global_batch_size
     if rows := [axis for axis in mesh.axis_names if axis in ROW_AXES]:
-        shards, size = mesh.axis_size(rows), options.global_batch_size
+        shards = mesh.axis_size(rows)
         if size % shards:
-            lower, upper = size // shards * shards, -(-size // shards) * shards
-            nearest = f"{lower} and {upper}" if lower else f"{upper}"
             raise OptionError(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
                 f"shards over mesh axis {' and '.join(map(repr, rows))}; nearest that "
-                f"do: {nearest}"
+                f"do: {nearest_multiples(size, shards)}"
             )
     parts = PIPELINE["microbatches"] * options.accumulate
     parts *= mesh.axis_size("batch") if "batch" in mesh.axis_names else 1
-    if layouts == "pipeline" and options.global_batch_size % parts:
+    if layouts == "pipeline" and size % parts:
         raise OptionError(
-            f"argument --global-batch-size: {options.global_batch_size} rows do not "
-            f"divide into {parts}, the microbatches of the stages and the shards of "
-            "each; multiples of it do"
+            f"argument --global-batch-size: {size} rows do not divide into {parts}, "
+            "the microbatches of the stages and the shards of each; nearest that do: "
+            f"{nearest_multiples(size, parts)}"
         )
     whole = {
         "height": ("pixels of an image's height", IMAGE_SHAPE[0]),
@@ -360,6 +359,12 @@ def make_setting(
     names = tuple(gan.MODELS) if options.model == "gan" else ("",)
     maps = {name: make_layouts(options, labels, mesh, layouts, name) for name in names}
     return Setting(LAYOUTS[layouts].title, mesh, maps)
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
+    """Returns the positive multiples of a number on both sides of a size."""
+    lower, upper = size // divisor * divisor, -(-size // divisor) * divisor
+    return f"{lower} and {upper}" if lower else f"{upper}"
 
 
 def make_layouts(

@@ -119,6 +119,24 @@ def test_rows_are_padded_and_tokens_of_no_expert_add_nothing():
     assert not y[3].any()
 
 
+def test_experts_see_true_rows_alone_as_gradients_of_zeros_may_be_nan():
+    def normalized(scale, rows, group_sizes):
+        rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
+        return (
+            rows
+            * jnp.repeat(scale, group_sizes, total_repeat_length=len(rows))[:, None]
+        )
+
+    x, index = tokens(8, 2, lead=(11, 6))[0][0], jnp.arange(132).reshape(11, 6, 2) % 3
+    run = functools.partial(dispatch, axis="expert", mesh=mesh_of(batch=2, expert=4))
+    total = lambda scale: run(x, index, index + 1.0, normalized, scale).sum()
+    norms = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    expected = jnp.einsum(
+        "blf,blke->e", norms, jax.nn.one_hot(index, 8) * (index + 1.0)[..., None]
+    )
+    assert_close(jax.jit(jax.grad(total))(jnp.ones(8)), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_wrong_calls_are_refused_in_sentences():
     (x, weights, params), index = tokens(6, 2)
     shapes = "x f32[8, 6, 5], expert_index {}, weights {}."

@@ -201,6 +201,16 @@ def test_without_such_an_axis_layers_are_scanned():
         jax.tree.map(assert_close, got, expected)
 
 
+def test_layers_that_are_not_stacked_are_not_sharded():
+    mesh, layer = create_mesh({"stage": 4}), jax.ShapeDtypeStruct((8, 8), "float32")
+    layouts = ml.parallel.stages(mesh, "stage", pattern="blocks/")
+    found = layouts.resolve(
+        {"blocks": [{"up": layer}], "more": {"blocks": {"up": layer}}}
+    )
+    assert found["blocks/0/up"].layout == mesh.layout(None, None)
+    assert found["more/blocks/up"].layout == mesh.layout("stage", None)
+
+
 @pytest.mark.parametrize("flax", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_a_transformer_in_stages_learns_what_it_learns_on_one_device(flax):
     sizes = {"vocab_size": 32, "max_length": 8, "features": 16, "num_layers": 4}

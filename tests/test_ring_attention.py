@@ -144,6 +144,20 @@ def test_it_is_jaxs_attention_where_there_is_no_axis():
     np.testing.assert_allclose(row, expected[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("attend", [RING, slow(HEADS)])
+def test_it_takes_any_number_of_batch_dims(attend):
+    inputs, ids = random_inputs(6, 16, 8, 4), segments(6, 16)
+    mask = random_mask(3, 1, 16, 16)
+    expected = full_attention(
+        *inputs, causal=True, segment_ids=ids, mask=np.tile(mask, (2, 1, 1, 1))
+    )
+    split = [x.reshape(2, 3, *x.shape[1:]) for x in inputs]
+    options = {"axis": "seq", "causal": True, "mask": mask}
+    call = functools.partial(attend, segment_ids=ids.reshape(2, 3, 16), **options)
+    mesh = ml.create_mesh({"batch": 2, "seq": 4})
+    assert_close(call(*split, mesh=mesh), expected.reshape(2, 3, *expected.shape[1:]))
+
+
 @pytest.mark.slow
 def test_bfloat16_is_as_exact_as_jaxs_attention():
     mesh = ml.create_mesh({"batch": 2, "seq": 4})

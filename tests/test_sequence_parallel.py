@@ -64,6 +64,13 @@ def test_it_trains_as_on_one_device(with_fsdp):
     np.testing.assert_allclose([*losses(mesh, layouts)], expected, 1e-5)
 
 
+def test_a_model_without_residuals_is_refused():
+    mesh, x = ml.create_mesh({"batch": 2, "model": 4}), np.ones((4, 16, 8), "float32")
+    model, rules = nnx.Linear(8, 32, rngs=nnx.Rngs(0)), ml.parallel.tensor_parallel
+    with pytest.raises(ml.MeshLayoutError, match=r"ml.constrain\(x, 'residual'\)"):
+        rules(mesh, model, x, sequence=True)
+
+
 def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce():
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)

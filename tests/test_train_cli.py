@@ -168,7 +168,7 @@ REFUSED = {
     ),
     "--layouts pipeline --batch-size 24": (
         "argument --global-batch-size: 24 rows do not divide into 32, the microbatches "
-        "of the stages and the shards of each; multiples of it do"
+        "of the stages and the shards of each; nearest that do: 32"
     ),
     "--layouts pipeline --mesh stage=8": (
         "argument --mesh: the 4 layers do not divide into 8 shards over mesh axis "

@@ -68,21 +68,21 @@ def ring_attention(
     padded.
 
     Args:
-        q: Queries: (batch, length, heads, head_dim), or without a batch.
-        k: Keys: (batch, length, kv_heads, head_dim); each head serves heads / kv_heads
+        q: Queries: (*batch, length, heads, head_dim), with any number of batch dims.
+        k: Keys: (*batch, length, kv_heads, head_dim); each head serves heads / kv_heads
             of queries.
         v: Values, shaped as the keys.
         axis: The mesh axis that the sequence is sharded over.
         causal: Whether positions see only themselves and those before.
-        segment_ids: (batch, length): positions see only those of an equal number, as in
-            packed rows.
+        segment_ids: (*batch, length): positions see only those of an equal number, as
+            in packed rows.
         window: How many positions before and after are seen, or a pair of the two;
             devices then send only as far as it reaches.
         scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
         softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
         mesh: The mesh, where nothing else says it.
         mask: Bools, or numbers of which 0 is False, as Flax makes them, that broadcast
-            to (batch, heads, length, length). Each device holds its rows of it, whole;
+            to (*batch, heads, length, length). Each device holds its rows of it, whole;
             `causal` and `segment_ids` take no such memory.
         dtype: What q, k and v are cast to.
         precision: Of the products, as in `jax.lax.dot`.
@@ -96,7 +96,8 @@ def ring_attention(
 
     Raises:
         LayoutError: If shapes or dtypes do not fit, or an option is not supported.
-        MeshError: If this is called inside `shard_map` over the axis.
+        MeshError: If this is called inside `shard_map` over the axis. (Inside one
+            over others, gradients need its `check_vma=False`.)
 
     Examples:
         >>> import meshlayout as ml
@@ -180,23 +181,24 @@ def _attend(
     allowed = FlaxArguments.__annotations__
     for name, value in flax.items():
         known = name in allowed and (value is None or name not in ("bias", "module"))
-        check(known, f"{name}={_checks.shown(value)} is not supported", "Leave it out.")
+        fix = "Leave out sow_weights." if name == "module" else "Leave it out."
+        check(known, f"{name}={_checks.shown(value)} is not supported", fix)
     no_dropout = deterministic or dropout_rate == 0
     fix = "Drop features of the result instead, or give deterministic=True."
     check(no_dropout, f"dropout_rate={dropout_rate}: no device has all weights", fix)
-    shape = jnp.shape(q)
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-    q, k, v = (x[None] if x.ndim == 3 else x for x in (q, k, v))
-    shapes = f"got query {q.shape}, key {k.shape} and value {v.shape}"
-    fits = q.ndim == k.ndim == 4 and k.shape == v.shape
-    fits = fits and (len(q), q.shape[-1]) == (len(k), k.shape[-1])
-    names = "(batch, length, heads, head_dim), of equal batch and head_dim"
+    shape, rows = q.shape, q.shape[:-3] or (1,)
+    shapes = f"got query {shape}, key {k.shape} and value {v.shape}"
+    fits = q.ndim == k.ndim >= 3 and k.shape == v.shape
+    fits = fits and (shape[:-3], shape[-1]) == (k.shape[:-3], k.shape[-1])
+    names = "(*batch, length, heads, head_dim), of equal batch and head_dim"
     check(fits, f"arrays are {names}, values shaped as keys, {shapes}")
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     is_float = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, np.floating)
     dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
     fix = "Give dtype= to cast them."
     check(is_float, f"all must be floats of one dtype, got {dtypes}", fix)
-    (batch, length, heads, _), (key_length, kv_heads) = q.shape, k.shape[1:3]
+    (length, heads), (key_length, kv_heads) = q.shape[1:3], k.shape[1:3]
     fact = f"{heads} heads of queries do not divide among {kv_heads} of keys"
     check(heads % kv_heads == 0, fact, nearest(heads, kv_heads))
     if segment_ids is not None:
@@ -204,16 +206,18 @@ def _attend(
         fits = ids.shape == shape[:-2] and length == key_length
         fact = f"segment_ids of shape {ids.shape} are not one for each query"
         check(fits, f"{fact} and key, {shapes}", "Give mask= instead.")
-        segment_ids = ids.reshape(batch, length)
+        segment_ids = ids.reshape(-1, length)
     if mask is not None:
-        mask, full = jnp.asarray(mask), (batch, heads, length, key_length)
-        sizes = (*(1,) * (4 - mask.ndim), *mask.shape)
+        mask, full = jnp.asarray(mask), (*rows, heads, length, key_length)
+        sizes = (*(1,) * (len(full) - mask.ndim), *mask.shape)
         fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
         fact = f"mask must be bools that broadcast to {full}, got {mask.shape}"
-        check(fits and len(sizes) == 4, fact)
-        mask = jnp.broadcast_to(mask.reshape(sizes) != 0, (*sizes[:2], *full[2:]))
-        groups = (1, 1) if sizes[1] == 1 else (kv_heads, heads // kv_heads)
-        mask = jnp.moveaxis(mask.reshape(-1, *groups, *full[2:]), 3, 1)
+        check(fits and len(sizes) == len(full), fact)
+        lead = sizes[:-3] if {*sizes[:-3]} == {1} else rows
+        full = (*lead, sizes[-3], length, key_length)
+        mask = jnp.broadcast_to(mask.reshape(sizes) != 0, full)
+        groups = (1, 1) if sizes[-3] == 1 else (kv_heads, heads // kv_heads)
+        mask = jnp.moveaxis(mask.reshape(-1, *groups, *full[-2:]), 3, 1)
     causal = _checks.choice("causal", causal, (True, False), where=where)
     causal = bool(causal or flax.get("is_causal"))
     reach = None
@@ -232,7 +236,7 @@ def _attend(
     if softcap is not None:
         softcap = _checks.number("softcap", softcap, above=0, where=where)
     rules = Rules(causal, reach, scale, softcap, precision)
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, q.shape[-1])
+    q = q.reshape(*q.shape[:2], kv_heads, heads // kv_heads, q.shape[-1])
     inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(axis, mesh, where)
     if mesh_axis is None:
@@ -267,14 +271,13 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
 
     if segment_ids is not None:
         segment_ids = moved(segment_ids, None, None)
-    has_heads = False
+    of_heads = None
     if mask is not None and mask.shape[2] > 1:
-        has_heads, mask = True, split(mask)
+        of_heads, mask = 3, split(mask)
     arrays = [
         moved(moved(split(x), axis.name, None), None, axis.name) for x in (q, k, v)
     ]
     # Computed again backward: all weights of all layers would not fit.
     local = jax.checkpoint(lambda *arrays: attend_on_one_device(rules, Inputs(*arrays)))
-    in_axes = (3, 3, 3, None, 3 if has_heads else None)
-    out = jax.vmap(local, in_axes, 3)(*arrays, segment_ids, mask)
+    out = jax.vmap(local, (3, 3, 3, None, of_heads), 3)(*arrays, segment_ids, mask)
     return moved(moved(out, None, axis.name), axis.name, None).reshape(q.shape)

@@ -46,14 +46,9 @@ class Ring:
     last: int  # and last from this one
 
     @property
-    def along(self) -> PartitionSpec:
-        """The spec of shards along the sequence."""
-        return PartitionSpec(None, self.axis.name)
-
-    @property
-    def chunked(self) -> PartitionSpec:
-        """The spec of chunks."""
-        return PartitionSpec(self.axis.name)
+    def specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """The specs of shards along the sequence, and of chunks."""
+        return PartitionSpec(None, self.axis.name), PartitionSpec(self.axis.name)
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """Returns a shard of the sequence as chunks, in the order of this ring."""
@@ -75,11 +70,11 @@ class Ring:
 
     def _swap(self, x: jax.Array, half: int, *, back: bool = False) -> jax.Array:
         """Sends one half of each shard, chunk j of 2n, to device j or 2n - 1 - j."""
-        size = self.axis.size
-        chunks = range(half, 2 * size, 2)
-        pairs = [(j // 2, min(j, 2 * size - 1 - j)) for j in chunks]
+        end = 2 * self.axis.size
+        pairs = [(j // 2, min(j, end - 1 - j)) for j in range(half, end, 2)]
         pairs = [pair[::-1] for pair in pairs] if back else pairs
-        return jax.lax.ppermute(x, self.axis.name, pairs)
+        stays = all(source == target for source, target in pairs)
+        return x if stays else jax.lax.ppermute(x, self.axis.name, pairs)
 
     def rotate(self, visit: Callable[..., Any], keys: Keys) -> Any:
         """Calls `visit(shift, keys, carry)` with the keys of one device after another.
@@ -205,8 +200,7 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, _Saved]:
         out = jnp.einsum("cbkgtd->cbtkgd", total / weight[..., None])
         return ring.shard(out.astype(q.dtype)), (q, k, v, segments, top, weight)
 
-    mapped = ring.axis.shard_map(on_device, (ring.along,), (ring.along, ring.chunked))
-    out, saved = mapped(inputs)
+    out, saved = ring.axis.shard_map(on_device, ring.specs[:1], ring.specs)(inputs)
     return out, (saved, out, inputs.mask)
 
 
@@ -234,8 +228,8 @@ def _backward(ring: Ring, residuals: _Saved, grad: jax.Array) -> tuple[Inputs]:
         grads = [grads[0], *ring.axis.shift(grads[1:], -ring.last)]
         return tuple(ring.shard(x.astype(q.dtype)) for x in grads)
 
-    along = ring.along
-    mapped = ring.axis.shard_map(on_device, (ring.chunked, along, along, along), along)
+    along, chunked = ring.specs
+    mapped = ring.axis.shard_map(on_device, (chunked, along, along, along), along)
     return (Inputs(*mapped(*residuals, grad)),)
 
 

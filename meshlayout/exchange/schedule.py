@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
-from meshlayout.errors import LayoutError
+from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
@@ -45,7 +45,7 @@ def stages(
     mesh: Mesh | jax.sharding.Mesh,
     axis: str = "stage",
     *,
-    pattern: str = r"blocks/(?!\d+/)",
+    pattern: str = "blocks/",
     schedule: Schedule = "gpipe",
 ) -> LayoutMap:
     """Returns the map that gives each device the layers of its pipeline stage.
@@ -56,8 +56,8 @@ def stages(
     Args:
         mesh: The mesh.
         axis: The mesh axis of the stages.
-        pattern: A regular expression that is found in the paths of the stacks. By
-            default not in `blocks/0/kernel`, which is one layer's.
+        pattern: A regular expression that is found in the paths of the stacks. Where a
+            number follows, as in `blocks/0/kernel`, it is one layer's, and stays whole.
         schedule: With `"circular"`, the second dim is sharded: that of the layers of a
             round, where `pipeline` has `rounds`.
 
@@ -75,7 +75,10 @@ def stages(
     mesh = as_mesh(mesh)
     mesh.axis_size((axis,))
     schedule = _checks.choice("schedule", schedule, _SCHEDULES, where="stages")
-    return LayoutMap(mesh, {pattern: (*[None] * (schedule != "gpipe"), axis, ...)})
+    _checks.pattern("pattern", pattern, where="stages", error=LayoutMapError)
+    stacks = f"(?:{pattern})" if "|" in pattern else pattern
+    layout = (*[None] * (schedule != "gpipe"), axis, ...)
+    return LayoutMap(mesh, {rf"{stacks}(?![/_]?\d+/)": layout})
 
 
 @_checks.user_call
@@ -245,10 +248,9 @@ def _run(
     per_stage = -(-count // size)  # microbatches that each stores
     stage_of = jnp.arange(size, dtype="int32")
 
-    def params_of(index: int) -> PyTree:
-        return jax.tree.map(lambda p: p[:, :, index], params)
-
-    layers = [*map(params_of, range(num_layers))]
+    layers = [
+        jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(num_layers)
+    ]
 
     def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
         def pick(p: jax.Array) -> jax.Array:

@@ -143,7 +143,8 @@ def _on_shards(
     padding = -num_rows % math.prod(axis.mesh.shape[name] for name in axes)
     if padding:
         pads = [(0, padding), (0, 0), (0, 0)]
-        values = zip(tokens, (0, exchange.num_experts, 0), strict=True)
+        # Tokens of ones: gradients of rows of zeros may be NaN.
+        values = zip(tokens, (1, exchange.num_experts, 0), strict=True)
         tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
     rows = PartitionSpec(axes)
     specs = (rows, rows, rows, PartitionSpec(axis.name))
@@ -183,9 +184,9 @@ class _Exchange:
 
         def visit(number: Any) -> jax.Array:
             slots = number * bucket + jnp.arange(bucket)[None]
-            is_sent = slots < sent[:, None]
-            taken = order.at[start[:, None] + slots].get(mode="clip") // choices
-            rows = jnp.where(is_sent[..., None], x[taken], 0)
+            # Buckets are filled up with true rows, for the same reason.
+            places = start[:, None] + jnp.minimum(slots, sent[:, None] - 1)
+            rows = x[order[jnp.maximum(places, 0)] // choices]
             results = self._computed(params, rows, slots, received)
             is_here = (place // bucket == number) & (ids < self.num_experts)
             slot = jnp.where(is_here, device * bucket + place % bucket, 0)

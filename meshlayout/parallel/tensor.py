@@ -24,7 +24,7 @@ from meshlayout._annotations import Batch
 from meshlayout._batches import BATCH_AXES, batch_axes
 from meshlayout.errors import LayoutMapError, MeshError
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap, Rule, rules_for
+from meshlayout.layout_map import LayoutMap, Rule, activate, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import (
     OF_INPUTS,
@@ -79,7 +79,8 @@ def tensor_parallel(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called so, or the axis shards batches.
+        LayoutMapError: If the model cannot be called so, or the axis shards batches, or
+            there is no residual to shard.
 
     Examples:
         >>> import meshlayout as ml
@@ -103,13 +104,23 @@ def tensor_parallel(
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
-    params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
+    _checks.choice("sequence", sequence, (True, False), where="tensor_parallel")
+    names: set[str] = set()  # of activations
+
+    def see(name: str, *_: object) -> None:
+        names.add(name)
+
+    with activate(LayoutMap(mesh, {".": see} if sequence else {})):
+        params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
+    if sequence and "residual" not in names:
+        fact = "sequence=True is for models that say ml.constrain(x, 'residual')"
+        raise LayoutMapError(f"tensor_parallel: {fact}; this one does not.")
     rules: dict[str, Rule] = {}
     choices = _choices(params, flow, num_shards)
     for param, (dim, note, sends) in zip(params, choices, strict=True):
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
         rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
-    if not _checks.choice("sequence", sequence, (True, False), where="tensor_parallel"):
+    if not sequence:
         return LayoutMap(mesh, rules_for(rules))
     rows = batch_axes(mesh)
     activations = {
