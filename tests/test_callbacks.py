@@ -21,6 +21,7 @@ from rich.console import Console
 
 import meshlayout as ml
 from tests.error_messages import message_of
+from tests.small_states import create, mesh_of
 
 
 FEATURES = 4
@@ -28,13 +29,9 @@ FEATURES = 4
 
 @pytest.fixture
 def state():
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    return create_state(mesh, lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0)))
-
-
-def create_state(mesh, build):
     optimizer = optax.inject_hyperparams(optax.sgd)(0.05)
-    return ml.TrainState.create(build, optimizer, ml.LayoutMap(mesh, {}))
+    build = lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0))
+    return create(mesh_of(batch=4), build, optimizer)
 
 
 def loss_fn(model, batch):
@@ -299,9 +296,8 @@ def test_the_best_parameters_keep_layout_step_and_random_streams(patience):
             kept.append(jax.tree.map(np.array, (state.params, state.extra["ema"])))
 
     kept = []
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    layouts = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
-    state = ml.TrainState.create(lambda: Noisy(nnx.Rngs(0)), optax.sgd(0.1), layouts)
+    mesh, rules = mesh_of(batch=4), {"kernel": ("batch", None)}
+    state = create(mesh, lambda: Noisy(nnx.Rngs(0)), optax.sgd(0.1), rules)
     trainer = ml.Trainer(state, loss_fn, ema=0.9)
     # Epochs are better only if the loss falls by more than it can.
     options = {"patience": patience, "min_delta": 1e6, "restore_best": True}

@@ -2,7 +2,6 @@
 
 import doctest
 import io
-import itertools
 import signal
 
 import jax
@@ -17,6 +16,7 @@ import meshlayout as ml
 from models import gan
 from tests.error_messages import message_of
 from tests.same_bits import assert_same_bits
+from tests.small_states import create, mesh_of, on
 
 
 FEATURES = 4
@@ -24,15 +24,12 @@ FEATURES = 4
 
 @pytest.fixture
 def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    return mesh_of(batch=4)
 
 
 def create_state(mesh, optimizer=None):
-    return ml.TrainState.create(
-        lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0)),
-        optimizer or optax.sgd(0.05),
-        ml.LayoutMap(mesh, {}),
-    )
+    build = lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0))
+    return create(mesh, build, optimizer or optax.sgd(0.05))
 
 
 def loss_fn(model, batch):
@@ -130,24 +127,9 @@ def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
         metrics = None
         for batch in batches:
             weighted = {**batch, "weight": np.ones(8, np.float32)}
-            placed = ml.relayout(weighted, mesh.layout("batch", ...))
-            state, metrics = train_step(state, placed, metrics)
+            state, metrics = train_step(state, on(mesh, weighted), metrics)
         assert {name: history[name][epoch] for name in history} == metrics.to_host()
     assert_same_bits(params_of(trainer.state), params_of(state))
-
-
-def test_batches_without_padding_share_their_weights(mesh):
-    seen = []
-
-    class Seeing(ml.Trainer):
-        def train_step(self, state, batch, metrics):
-            seen.append(batch["weight"])
-            return super().train_step(state, batch, metrics)
-
-    quiet_fit(Seeing(create_state(mesh), loss_fn), cut(examples(22), 8), epochs=2)
-    assert seen[0] is seen[1] is seen[3] is seen[4]
-    assert seen[1].tolist() == [1.0] * 8
-    assert seen[5].tolist() == [1.0] * 6 + [0.0] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
@@ -174,29 +156,6 @@ def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
     np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
     assert [record.getMessage() for record in caplog.records].count(said) == 1
-
-
-@pytest.mark.parametrize(
-    ("axes", "expected"),
-    [
-        ({"batch": 2, "model": 2}, "batch"),
-        ({"data": 2, "fsdp": 2}, ("data", "fsdp")),
-        ({"model": 4}, None),
-    ],
-)
-def test_batches_are_sharded_over_the_axes_for_it_or_left_as_they_are(axes, expected):
-    seen = []
-
-    class Spy(ml.Trainer):
-        def eval_step(self, state, batch, metrics):
-            seen.append(batch)
-            return ml.metrics.Metrics({})
-
-    mesh = ml.create_mesh(axes, devices=jax.devices()[:4])
-    placed = ml.relayout(examples(8), mesh.layout(None, ...))
-    Spy(create_state(mesh)).evaluate([examples(8), placed])
-    assert ml.fetch_layout(seen[0]["x"]) == mesh.layout(expected, None)
-    assert seen[1] is placed
 
 
 def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
@@ -255,21 +214,16 @@ class Batches(Rows):
 
 
 def test_examples_and_batches_by_index_are_those_of_arrays(mesh):
-    data = examples(24)
-    losses = [
-        quiet_fit(ml.Trainer(create_state(mesh), loss_fn), source, epochs=2, **options)[
-            "loss"
-        ]
-        for source, options in (
-            (data, {"batch_size": 8, "shuffle": None, "validation_data": Rows(data)}),
-            (Rows(data), {"batch_size": 8, "shuffle": None}),
-            (
-                [*map(Rows(data).__getitem__, range(24))],
-                {"batch_size": 8, "shuffle": None},
-            ),
-            (Batches(data), {"validation_data": Batches(data)}),
-        )
-    ]
+    data, losses = examples(24), []
+    options = {"batch_size": 8, "shuffle": None}
+    for source, more in (
+        (data, {**options, "validation_data": Rows(data)}),
+        (Rows(data), options),
+        ([*map(Rows(data).__getitem__, range(24))], options),
+        (Batches(data), {"validation_data": Batches(data)}),
+    ):
+        trainer = ml.Trainer(create_state(mesh), loss_fn)
+        losses.append(quiet_fit(trainer, source, epochs=2, **more)["loss"])
     assert losses[1:] == losses[:1] * 3
 
 
@@ -298,7 +252,7 @@ class Counted(ml.Trainer):
         self.seen = []
 
     def train_step(self, state, batch, metrics):
-        self.seen.append(int(batch["i"][0]))
+        self.seen.extend(np.asarray(batch["i"]).astype(int).tolist())
         return state, ml.metrics.Metrics({"i": ml.metrics.Last().update(batch["i"][0])})
 
 
@@ -356,9 +310,8 @@ def test_predict_returns_every_row_in_order_and_no_padding(mesh):
     np.testing.assert_array_equal(x, rows)
     data = examples(8)
     batch = {**data, "weight": np.array([1] * 5 + [0] * 3, "float32")}
-    placed = ml.relayout(batch, mesh.layout("batch", ...))
     trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
-    for batches in ([placed], [batch], cut(batch, 6)):
+    for batches in ([on(mesh, batch)], [batch], cut(batch, 6)):
         np.testing.assert_array_equal(trainer.predict(batches), data["x"])
     padded = ml.distribute_dataset(
         {"x": data["x"][:5]}, mesh, global_batch_size=8, weights="weight"
@@ -379,88 +332,59 @@ class Frame:
         return self.values
 
 
-def test_the_model_gets_a_frame_that_it_was_not_trained_on_as_one_array(mesh):
-    data, frame = examples(21), Frame(examples(21)["x"])
-    trainer = ml.Trainer(create_state(mesh), pair_loss)
-    with pytest.raises(ValueError, match="unpack") as caught:
-        trainer.predict({"x": data["x"]}, batch_size=8)
-    assert caught.value.__notes__ == [
-        "predict calls pair_loss, or what you give as predict_fn(model, batch)",
-        "in predict: batch 1, {x: float32[8, 4]}",
-    ]
-    new = trainer.predict(frame, batch_size=8)  # before any `fit`, as after it
-    np.testing.assert_array_equal(trainer.predict(data["x"], batch_size=8), new)
-    quiet_fit(trainer, frame, data["y"], batch_size=8)
-    bare = trainer.predict(data["x"], batch_size=8)
-    assert new.shape == bare.shape
-    np.testing.assert_array_equal(trainer.predict(frame, batch_size=8), bare)
-
-    def of_columns(model, batch):
-        out = model(jnp.stack([batch[name] for name in "abcd"], 1))
-        return jnp.square(out[:, 0]), {"out": out}
-
-    trainer = ml.Trainer(create_state(mesh), of_columns)
-    quiet_fit(trainer, frame, batch_size=8)
-    assert trainer.predict(frame, batch_size=8)["out"].shape == (21, 1)
-
-
 def test_data_without_labels_goes_to_the_model(mesh):
-    data = examples(21)
-    trainer = ml.Trainer(create_state(mesh), pair_loss)
-    quiet_fit(trainer, data["x"], data["y"], batch_size=8, epochs=2)
+    data, frame, options = examples(21), Frame(examples(21)["x"]), {"batch_size": 8}
+    x, trainer = data["x"], ml.Trainer(create_state(mesh), pair_loss)
+    new = trainer.predict(frame, **options)  # before any `fit`, as after it
+    np.testing.assert_array_equal(trainer.predict(x, **options), new)
+    quiet_fit(trainer, frame, data["y"], epochs=2, **options)
     params = params_of(trainer.state)
-    expected = data["x"] @ params["kernel"] + params["bias"]
-    bare = trainer.predict(data["x"], batch_size=8)
+    expected = x @ params["kernel"] + params["bias"]
+    bare = trainer.predict(x, **options)
     np.testing.assert_allclose(bare, expected, atol=1e-5)
     batches = [{"x": one["x"]} for one in cut(data, 8)]
-    np.testing.assert_array_equal(trainer.predict(batches), bare)
-    padded = ml.distribute_dataset({"x": data["x"]}, mesh, global_batch_size=8)
-    np.testing.assert_array_equal(trainer.predict(padded), bare)
-    whole = trainer.predict((data["x"], data["y"]), batch_size=8)
+    padded = ml.distribute_dataset({"x": x}, mesh, global_batch_size=8)
+    for source, more in ((frame, options), (batches, {}), (padded, {})):
+        np.testing.assert_array_equal(trainer.predict(source, **more), bare)
+    twice = trainer.predict(x, predict_fn=lambda model, x: 2 * model(x), **options)
+    np.testing.assert_allclose(twice, 2 * bare)
+    whole = trainer.predict((x, data["y"]), **options)
     np.testing.assert_allclose(whole["out"], -expected, atol=1e-5)
 
-    def twice(model, x):
-        return 2 * model(x)
 
-    np.testing.assert_allclose(
-        trainer.predict(data["x"], batch_size=8, predict_fn=twice), 2 * bare
-    )
-
+@pytest.mark.parametrize("kind", ["arrays", "a frame"])
+def test_data_as_that_of_fit_goes_to_the_loss_function(mesh, kind):
     def autoencoder(model, batch):
         (x,) = batch
-        return jnp.square(model(x) - x).mean(axis=-1), {"out": model(x)}
+        return jnp.square(model(x)[:, 0]), {"out": model(x)}
 
-    trainer = ml.Trainer(create_state(mesh), autoencoder)
-    quiet_fit(trainer, (data["x"],), batch_size=8)
-    found = trainer.predict(data["x"], batch_size=8)["out"]
-    assert found.shape == (21, 1)
-    again = trainer.predict((data["x"],), batch_size=8)["out"]
-    np.testing.assert_array_equal(found, again)
+    def of_columns(model, batch):
+        return autoencoder(model, (jnp.stack([batch[name] for name in "abcd"], 1),))
+
+    x, options = examples(21)["x"], {"batch_size": 8}
+    loss, source = (autoencoder, (x,)) if kind == "arrays" else (of_columns, Frame(x))
+    trainer = ml.Trainer(create_state(mesh), loss)
+    quiet_fit(trainer, source, **options)
+    params = params_of(trainer.state)
+    expected = x @ params["kernel"] + params["bias"]
+    for same in (source, x) if kind == "arrays" else (source,):
+        found = trainer.predict(same, **options)["out"]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
     data = examples(13)
-    source = data["x"], data["y"]
-    batches = ml.distribute_dataset(source, mesh, global_batch_size=8, weights=2)
-
-    def losses(model, batch):
-        return jnp.square(model(batch[0])[:, 0] - batch[1])
-
-    trainer = ml.Trainer(create_state(mesh), losses)
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        trainer.fit(batches)
-    assert str(caught.value) == (
+    batches = ml.distribute_dataset(
+        (data["x"], data["y"]), mesh, global_batch_size=8, weights=2
+    )
+    trainer = ml.Trainer(create_state(mesh), weighted_pair_loss)
+    said = (
         "the batch's weights are at 2, but the step looks for them at 'weight', so that "
         "padding would count as examples. Give weights=2 to the step, or weights='weight' to the dataset."
     )
+    assert message_of(trainer.fit, batches) == said
     for padded in (batches, iter(batches)):  # predict would return the padding
-        with pytest.raises(ml.MeshLayoutError, match="padding would count as examples"):
-            trainer.predict(padded)
-    trainer = ml.Trainer(create_state(mesh), losses, weights=2)
-    found = trainer.evaluate(batches)
-    params = params_of(trainer.state)
-    errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
-    np.testing.assert_allclose(found["loss"], (errors**2).mean(), rtol=1e-6)
+        assert "padding would count as examples" in message_of(trainer.predict, padded)
 
 
 def test_predict_says_what_it_needs(mesh):
@@ -468,18 +392,18 @@ def test_predict_says_what_it_needs(mesh):
         return loss_fn(model, batch)[0]
 
     state, data = create_state(mesh), [examples(8)]
-    x = data[0]["x"]
     with pytest.raises(KeyError) as caught:
-        ml.Trainer(state, bare).predict({"x": x}, batch_size=8)
-    assert caught.value.__notes__[0] == (
-        "predict calls bare, or what you give as predict_fn(model, batch)"
-    )
-    assert message_of(lambda: ml.Trainer(state, bare).predict(data)) == (
+        ml.Trainer(state, bare).predict({"x": data[0]["x"]}, batch_size=8)
+    assert caught.value.__notes__ == [
+        "predict calls bare, or what you give as predict_fn(model, batch)",
+        "in predict: batch 1, {x: float32[8, 4]}",
+    ]
+    assert message_of(ml.Trainer(state, bare).predict, data) == (
         "predict: bare returns losses but no outputs. Return a pair of losses and a dict "
         "of outputs, or give predict_fn(model, batch)."
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
-    assert message_of(lambda: mean.predict(data)) == (
+    assert message_of(mean.predict, data) == (
         "predict: an output has shape () for a batch of 8 rows; give one row per example."
     )
 
@@ -581,15 +505,6 @@ def test_training_continues_after_an_error(moment, error, steps, epochs, mesh):
     assert trainer.history.epochs == list(range(1, epochs + 2))
 
 
-@pytest.fixture
-def ctrl_c():
-    """Has SIGINT interrupt this process, also where it is a background job."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
     class Interrupted(ml.Trainer):
         def train_step(self, state, batch, metrics):
@@ -723,18 +638,11 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
 
 
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
-    class Seeing(ml.Trainer):
-        def train_step(self, state, batch, metrics):
-            seen.append(np.asarray(batch["i"]).astype(int).tolist())
-            return state, ml.metrics.Metrics({})
-
     orders = []
     for seed in (0, 0, 7):
-        seen: list[list[int]] = []
-        trainer = Seeing({"n": jnp.int32(0)}, pad=False)
-        rows = {"i": np.arange(10, dtype="float32")}
+        trainer, rows = Counted(), {"i": np.arange(10, dtype="float32")}
         quiet_fit(trainer, rows, epochs=2, batch_size=4, shuffle=seed)
-        orders.append([[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]])
+        orders.append([trainer.seen[:10], trainer.seen[10:]])
     assert orders[0] == orders[1] != orders[2]
     assert [sorted(epoch) for epoch in orders[2]] == [list(range(10))] * 2
     assert orders[2][0] != orders[2][1] != list(range(10))
@@ -763,9 +671,7 @@ def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
 
 def test_a_share_of_the_rows_is_held_out(mesh):
     data = examples(40)
-    first, last = (
-        {k: v[i] for k, v in data.items()} for i in (slice(30), slice(30, 40))
-    )
+    first, last = cut(data, 30)
     options = {"batch_size": 8, "epochs": 2, "shuffle": 3}
     split = ml.Trainer(create_state(mesh), loss_fn)
     whole = ml.Trainer(create_state(mesh), loss_fn)
