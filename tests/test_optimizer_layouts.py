@@ -240,29 +240,23 @@ def test_stacked_slots_as_those_of_lbfgs_follow_their_parameter(mesh):
 # ZeRO.
 
 
+BATCHES = ("data", "fsdp")
 ZERO = {
-    (64, 512): (None, "batch"),  # the largest dim first
-    (32, 32): ("batch", None),  # of equal ones the first
-    (4097, 16): (None, "batch"),  # the largest that divides
+    (64, 512): (None, BATCHES),  # the largest dim first, over all axes of batches
+    (32, 32): (BATCHES, None),  # of equal ones the first
+    (4097, 16): (None, BATCHES),  # the largest that divides
     (127, 9): (None, None),  # none does
     (1023,): (None,),  # too small
-    (1024,): ("batch",),
+    (1024,): (BATCHES,),
     (): (),
 }
 
 
 def test_zero_rule_shards_the_largest_dim_of_large_arrays():
-    mesh = ml.create_mesh({"batch": 8})
+    mesh = ml.create_mesh({"data": 2, "model": 2, "fsdp": 2})
     layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh)})
     for shape, spec in ZERO.items():
         assert layouts.resolve({"x": array(*shape)})["x"].layout.specs == spec
-
-
-def test_zero_rule_shards_over_all_axes_of_batches():
-    mesh = ml.create_mesh({"data": 2, "model": 2, "fsdp": 2})
-    layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh)})
-    found = layouts.resolve({"x": array(64, 64)})["x"]
-    assert found.layout == mesh.layout(("data", "fsdp"), None)
 
 
 SHAPES = {"a": (64, 128), "b": (128, 48), "c": (8,), "d": (9, 5)}
