@@ -116,10 +116,10 @@ def test_what_counts_how_much_and_what_sums_are_divided_by(name):
 def test_a_batch_of_nothing_but_padding_changes_nothing_and_counts_nothing(
     mesh, accumulate
 ):
-    state = create(mesh, lambda: Norms(nnx.Rngs(0)))
+    state = create_linen(mesh, Norms(), False)
     before = on_host((state.params, state.model_state))
     other = jax.tree.map(jnp.copy, state)
-    train_step = ml.make_train_step(squares, accumulate=accumulate, clip_norm=1.0)
+    train_step = ml.make_train_step(linen_squares, accumulate=accumulate, clip_norm=1.0)
     padding = on(mesh, {**DATA, "weight": np.zeros(16, "float32")})
     state, metrics = train_step(state, padding)
     assert np.isnan([*metrics.to_host().values()]).all()
@@ -311,19 +311,7 @@ def test_a_recorded_loss_counts_whatever_it_is_called(mesh, name):
 # Batch statistics.
 
 
-class Norms(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
-        self.second = nnx.Linear(4, 4, rngs=rngs)
-        self.last = nnx.BatchNorm(4, momentum=0.5, use_fast_variance=False, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.tanh(self.norm(self.first(x)))
-        return self.last(self.second(x))
-
-
-class LinenNorms(nn.Module):
+class Norms(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         options = {"use_running_average": not train, "momentum": 0.5}
@@ -333,34 +321,15 @@ class LinenNorms(nn.Module):
         return nn.BatchNorm(**options, use_fast_variance=False, name="last")(x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "axes", "rules", "options"),
-    [
-        (
-            "nnx",
-            {"batch": 2, "model": 4},
-            {"kernel$": (None, "model")},
-            {"accumulate": 4},
-        ),
-        ("linen", {"batch": 8}, {}, {"accumulate": 2, "remat": "full"}),
-    ],
-)
-def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(
-    kind, axes, rules, options
-):
-    mesh, is_linen = mesh_of(**axes), kind == "linen"
-    if is_linen:
-        state = create_linen(mesh, LinenNorms(), False, rules=rules)
-    else:
-        state = create(mesh, lambda: Norms(nnx.Rngs(0)), rules=rules)
-    loss_fn = linen_squares if is_linen else squares
+def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch():
+    mesh = mesh_of(batch=2, model=4)
+    state = create_linen(mesh, Norms(), False, rules={"kernel$": (None, "model")})
     # Padding that would show; every other row, so that whole parts are padding.
     weights = (WEIGHTS * (np.arange(16) % 4 != 3)).astype("float32")
     x = np.where(weights[:, None] == 0, np.float32(50), X)
     batches = [{"x": x, "y": Y, "weight": weights}] * 2
-    count = options["accumulate"]
-    plain = trained_by_hand(state, loss_fn, batches, accumulate=count)
-    train_step = ml.make_train_step(loss_fn, **options)
+    plain = trained_by_hand(state, linen_squares, batches, accumulate=4)
+    train_step = ml.make_train_step(linen_squares, accumulate=4)
     for batch, loss in zip(batches, plain.losses, strict=True):
         state, metrics = train_step(state, on(mesh, batch))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)

@@ -116,22 +116,6 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, kind):
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
 
 
-def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
-    batches = cut(examples(24), 8)
-    accuracy = {"error": ml.metrics.Mean("out")}
-    trainer = ml.Trainer(create_state(mesh), loss_fn, metrics=accuracy, clip_norm=1.0)
-    history = quiet_fit(trainer, batches, epochs=2)
-    state = create_state(mesh)
-    train_step = ml.make_train_step(loss_fn, metrics=accuracy, clip_norm=1.0)
-    for epoch in range(2):
-        metrics = None
-        for batch in batches:
-            weighted = {**batch, "weight": np.ones(8, np.float32)}
-            state, metrics = train_step(state, on(mesh, weighted), metrics)
-        assert {name: history[name][epoch] for name in history} == metrics.to_host()
-    assert_same_bits(params_of(trainer.state), params_of(state))
-
-
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["tuples", "a mean", "a mean without padding"])
 def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
