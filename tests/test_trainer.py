@@ -90,17 +90,49 @@ def mean_loss(model, batch):
     return loss_fn(model, batch)[0].mean()
 
 
+class Rows:
+    """Examples by index, as PyTorch's datasets have them."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data["x"])
+
+    def __getitem__(self, index):
+        # Slices never raise IndexError: only `__len__` says where it ends.
+        return {name: rows[index] for name, rows in self.data.items()}
+
+
+class Batches(Rows):
+    """Batches by index, as `keras.utils.Sequence`s have them."""
+
+    def __len__(self):
+        return -(-super().__len__() // 8)
+
+    def __getitem__(self, index):
+        return super().__getitem__(slice(8 * index, 8 * index + 8))
+
+
 ROWS = examples(22)
 PAIR, CUT = (ROWS["x"], ROWS["y"]), cut(ROWS, 8)  # the last one has 6
 PAIRS = [(one["x"], one["y"]) for one in CUT]
 # A second program would be an error: the one for 8 rows serves all.
 ONE, TWO, SIZE = {"on_recompile": "error"}, {"steps_per_call": 2}, {"batch_size": 8}
-# Data, a loss, options of the trainer and of fit. In all but the first three, padding
+# Data, a loss, options of the trainer and of fit. In all but the first six, padding
 # could not be left out.
 FITS = {
     "batches": ([CUT], loss_fn, ONE, {}),
     "tuples": ([PAIRS], weighted_pair_loss, {**ONE, "weights": 2}, {}),
+    "batches by index": ([Batches(ROWS)], loss_fn, ONE, {}),
     "dict": ([ROWS], loss_fn, {}, SIZE),
+    "examples by index": ([Rows(ROWS)], loss_fn, {}, SIZE),
+    "a list of examples": (
+        [[*map(Rows(ROWS).__getitem__, range(22))]],
+        loss_fn,
+        {},
+        SIZE,
+    ),
     "tuple": ([PAIR], pair_loss, {}, SIZE),
     "labels": (PAIR, pair_loss, {}, SIZE),
     "tuples without weights": ([lambda: iter(PAIRS)], pair_loss, {}, {}),
@@ -118,7 +150,8 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     state = create_state(mesh)
     w, b, losses = numpy_epochs(state, CUT, epochs=3)
     trainer = ml.Trainer(state, loss, **options)
-    more = {"validation_data": PAIR if len(arrays) == 2 else arrays[0], **size}
+    held = [ROWS] if name == "a list of examples" else arrays
+    more = {"validation_data": PAIR if len(held) == 2 else held[0], **size}
     more |= {"shuffle": None} if size else {}
     history = quiet_fit(trainer, *arrays, epochs=3, **more)
     params = params_of(trainer.state)
@@ -130,11 +163,11 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     assert history is trainer.history
     for sizes in (size, {"batch_size": 4}) if size else ({},):
         # With 4 rows it is another program, of which nobody is warned.
-        measured = trainer.evaluate(*arrays, **sizes)["loss"]
+        measured = trainer.evaluate(*held, **sizes)["loss"]
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
     texts = [record.getMessage() for record in caplog.records]
-    assert texts.count(said) == (name in [*FITS][3:])
+    assert texts.count(said) == (name in [*FITS][6:])
 
 
 def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
@@ -163,47 +196,6 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
 
 
 # Data.
-
-
-class Rows:
-    """Examples by index, as PyTorch's datasets have them."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data["x"])
-
-    def __getitem__(self, index):
-        # Slices never raise IndexError: only `__len__` says where it ends.
-        return {name: rows[index] for name, rows in self.data.items()}
-
-
-class Batches(Rows):
-    """Batches by index, as `keras.utils.Sequence`s have them."""
-
-    def __init__(self, data=None):
-        super().__init__(data or examples(20))
-
-    def __len__(self):
-        return super().__len__() // 8
-
-    def __getitem__(self, index):
-        return super().__getitem__(slice(8 * index, 8 * index + 8))
-
-
-def test_examples_and_batches_by_index_are_those_of_arrays(mesh):
-    data, losses = examples(24), []
-    options = {"batch_size": 8, "shuffle": None}
-    for source, more in (
-        (data, {**options, "validation_data": Rows(data)}),
-        (Rows(data), options),
-        ([*map(Rows(data).__getitem__, range(24))], options),
-        (Batches(data), {"validation_data": Batches(data)}),
-    ):
-        trainer = ml.Trainer(create_state(mesh), loss_fn)
-        losses.append(quiet_fit(trainer, source, epochs=2, **more)["loss"])
-    assert losses[1:] == losses[:1] * 3
 
 
 @pytest.mark.parametrize(
@@ -583,7 +575,7 @@ WRONG = {
         lambda data: Counted().fit(iter(data), batch_size=2)
     ),
     "evaluate: batch_size= is for arrays, and a Batches yields": (
-        lambda data: Counted().evaluate(Batches(), batch_size=2)
+        lambda data: Counted().evaluate(Batches(ROWS), batch_size=2)
     ),
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
