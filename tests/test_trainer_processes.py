@@ -16,16 +16,13 @@ from flax import nnx
 import meshlayout as ml
 from meshlayout.data.agreement import WAY_OUT
 from tests.processes import run_processes
+from tests.resuming_runs import source
+from tests.small_states import create, mesh_of
 
 
 pytestmark = pytest.mark.multiprocess
 
 ROWS, BATCH = 22, 8
-
-
-def source():
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
-    return {"x": x, "y": x @ np.arange(1, 5).astype("float32")}
 
 
 def loss_fn(model, batch):
@@ -34,13 +31,10 @@ def loss_fn(model, batch):
 
 
 def fit_failure(trainer, mesh, *, ends=False, **last):
-    """What is said if a batch of the data, or of the validation, is not there on one.
+    """The steps of a fit, and what is said if one process cannot read a batch.
 
-    Args:
-        trainer: The trainer.
-        mesh: The mesh for `distribute_dataset`; None for batches of plain arrays.
-        ends: Whether it ends there instead of failing.
-        **last: Batches of each that process 1 can read.
+    Or if its batches end there; of `last` of the data and of the validation. Without a
+    mesh, they are plain arrays.
     """
 
     def batches(name):
@@ -49,46 +43,41 @@ def fit_failure(trainer, mesh, *, ends=False, **last):
                 if ends:
                     return
                 raise OSError(f"the {name} of batch {number} is gone")
-            yield {key: leaf[:BATCH] for key, leaf in source().items()}
+            yield source(BATCH)
 
     data, validation = (functools.partial(batches, name) for name in last)
     if mesh is not None:
+        options = {"global_batch_size": BATCH, "batched": True}
         data, validation = (
-            ml.distribute_dataset(function, mesh, global_batch_size=BATCH, batched=True)
+            ml.distribute_dataset(function, mesh, **options)
             for function in (data, validation)
         )
-    start = int(trainer.state.step)
+    start, said = int(trainer.state.step), "no error"
     try:
         trainer.fit(data, epochs=1, validation_data=validation)
     except Exception as error:
-        return [int(trainer.state.step) - start, f"{type(error).__name__}: {error}"]
-    return [int(trainer.state.step) - start, "no error"]
+        said = f"{type(error).__name__}: {error}"
+    return [int(trainer.state.step) - start, said]
 
 
 def job(folder):
     """Trains, validates and predicts on all devices, and returns what came of it."""
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    state = ml.TrainState.create(
-        lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
-        optax.adam(0.05),
-        ml.LayoutMap(mesh, {}),
-    )
-    data = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH, shuffle=1)
-    in_order = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH)
+    mesh = mesh_of(batch=4)
+    build = lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    state = create(mesh, build, optax.adam(0.05))
+    rows, options = source(ROWS), {"global_batch_size": BATCH}
+    data = ml.distribute_dataset(rows, mesh, shuffle=1, **options)
+    in_order = ml.distribute_dataset(rows, mesh, **options)
     error = ml.metrics.Mean("off")
     trainer = ml.Trainer(state, loss_fn, metrics={"error": error})
     name = f"{jax.process_index()}-of-{jax.process_count()}"
     path = Path(folder) / f"{name}.csv"
     printed = io.StringIO()
+    stopping = ml.callbacks.EarlyStopping("val_loss", patience=5)
+    callbacks = [ml.callbacks.Log(path), stopping]
     with contextlib.redirect_stdout(printed):
         history = trainer.fit(
-            data,
-            epochs=3,
-            validation_data=in_order,
-            callbacks=[
-                ml.callbacks.Log(path),
-                ml.callbacks.EarlyStopping("val_loss", patience=5),
-            ],
+            data, epochs=3, validation_data=in_order, callbacks=callbacks
         )
     return {
         "loss": history["loss"],
