@@ -3,7 +3,6 @@
 import contextlib
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from tests.same_bits import assert_same_bits
 from tests.small_states import (
     DATA,
     RATE,
+    MeanEach,
     X,
     Y,
     alone,
@@ -130,28 +130,6 @@ def test_a_batch_of_nothing_but_padding_changes_nothing_and_counts_nothing(
 
 
 # Metrics.
-
-
-@flax.struct.dataclass
-class MeanEach:
-    """A user's own metric, that starts with Python's numbers."""
-
-    total: Any = 0.0
-    count: Any = 0
-
-    @classmethod
-    def empty(cls):
-        return cls()
-
-    @classmethod
-    def from_model_output(cls, each, weights):
-        return MeanEach((each * weights).sum(), weights.sum())
-
-    def merge(self, other):
-        return MeanEach(self.total + other.total, self.count + other.count)
-
-    def compute(self):
-        return self.total / self.count
 
 
 @pytest.mark.parametrize(
