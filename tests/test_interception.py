@@ -5,6 +5,7 @@ That models may look at themselves is in test_same_numbers.
 
 import threading
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,21 @@ class Counting(nnx.Module):
 def test_objects_that_blocks_are_handed_are_changed_and_not_their_copies():
     state, _ = trained(lambda: Counting(nnx.Rngs(0)), square, remat="blocks")
     assert (state.model_state["counter"]["mean"] == 3).all()
+
+
+class LinenDropped(nn.Module):
+    @nn.compact
+    def __call__(self, x, rngs):
+        return jnp.where(jax.random.bernoulli(rngs(), 0.5, x.shape), nn.Dense(4)(x), 0)
+
+
+def test_a_stream_of_nnx_is_not_copied_into_a_recomputed_linen_block():
+    mesh = mesh_of(batch=8)
+    state = create_linen(mesh, LinenDropped(), lambda: jax.random.key(0))
+    loss_fn = lambda model, batch, rngs: model(batch["x"], rngs)
+    step = ml.make_train_step(loss_fn, remat="full")
+    with pytest.raises(flax.errors.TraceContextError, match="Cannot mutate Rng"):
+        step(state, on(mesh, {"x": X}))
 
 
 # Layers written for pmap.

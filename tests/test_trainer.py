@@ -354,6 +354,7 @@ def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
         "padding would count as examples. Give weights=2 to the step, or weights='weight' to the dataset."
     )
     assert message_of(trainer.fit, batches) == said
+    assert message_of(trainer.evaluate, batches) == said
     for padded in (batches, iter(batches)):  # predict would return the padding
         assert "padding would count as examples" in message_of(trainer.predict, padded)
 
