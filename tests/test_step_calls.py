@@ -151,8 +151,9 @@ def test_a_call_like_the_one_before_refuses_what_any_call_refuses():
         "(batch=8) to () on (batch=8)."
     ]
     mark_weights(batch["mask"])
-    said = message_of(lambda: step(state, batch, metrics))
-    assert said.startswith("the batch's weights are at 'mask', but the step looks for ")
+    for call in (step, ml.make_eval_step(squares)):
+        said = message_of(call, state, batch, metrics)
+        assert said.startswith("the batch's weights are at 'mask', but the step looks ")
     more = {name: np.concatenate([x, x]) for name, x in ml.to_numpy(batch).items()}
     with pytest.warns(ml.errors.RecompileWarning, match="batch/mask changed from f32"):
         step(state, more)
