@@ -13,7 +13,7 @@ from flax import nnx
 import meshlayout as ml
 from meshlayout._batches import mark_weights
 from tests.error_messages import message_of
-from tests.small_states import DATA, create, mesh_of, on, squares
+from tests.small_states import DATA, assert_close, create, mesh_of, on, squares
 
 
 class Net(nnx.Module):
@@ -197,6 +197,23 @@ def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(kind):
 
 
 # Devices.
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
+    step, state, batch = make(devices)
+    eval_step = ml.make_eval_step(squares)
+    for _ in range(2):
+        state, _ = step(state, batch)
+        eval_step(state, batch)
+    mesh = mesh_of(range(4, 4 + devices), batch=devices)
+    moved = ml.relayout(copied(state), mesh.layout(...))
+    expected, _ = step(state, batch)
+    evaluated = eval_step(moved, on(mesh, DATA))
+    moved, metrics = step(moved, on(mesh, DATA))
+    for leaf in jax.tree.leaves((moved, metrics, evaluated)):
+        assert leaf.devices() == set(mesh.devices.flat)
+    assert_close(moved.params, expected.params)
 
 
 STEPS = {
