@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import metrics
@@ -92,6 +93,24 @@ def test_a_metric_is_frozen_and_keeps_its_types_whatever_is_added(metric, inputs
         np.testing.assert_array_equal(values(merged), values(one))
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.anything = 1
+
+
+@pytest.mark.parametrize(("metric", "inputs"), SOME)
+def test_parts_in_vmap_and_shard_map_make_one_update_with_all(metric, inputs):
+    whole = values(updated(metric, inputs, MASK))
+    parts = [x.reshape(4, 4, *x.shape[1:]) for x in (*inputs, MASK)]
+    rows = jax.jit(jax.vmap(metric.update))(*parts)
+    first, *others = (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(4))
+    close(values(functools.reduce(lambda a, b: a.merge(b), others, first)), whole)
+    if isinstance(metric, metrics.Last):
+        return  # not a sum
+
+    def shard(*inputs):
+        return jax.lax.psum(metric.update(*inputs), ("batch", "model")).compute()
+
+    mesh, rows = ml.create_mesh({"batch": 4, "model": 2}), P(("batch", "model"))
+    specs = {"mesh": mesh.jax_mesh, "in_specs": rows, "out_specs": P()}
+    close(jax.jit(jax.shard_map(shard, **specs))(*inputs, MASK), whole)
 
 
 class Scaled(metrics.Mean):
