@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import meshlayout as ml
+
 
 BAD = [None, float("nan"), -1, 0, "x", object(), True, np.array([1.0]), "", [], {}, 1j]
 
@@ -18,3 +20,12 @@ def refusal(error, function, *args, **kwargs):
         assert message[-1] in ".?)", message
         return message
     return None
+
+
+def assert_refused(call, works, error=ml.MeshLayoutError):
+    """Asserts that a call refuses all of these values but those that work there."""
+    known = [(type(value), value) for value in works]
+    for value in BAD:
+        said = refusal(error, call, value)
+        is_refused = all(type(value) is not kind or value != one for kind, one in known)
+        assert (said is not None) == is_refused, (value, said)

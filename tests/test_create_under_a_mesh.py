@@ -73,13 +73,10 @@ def constrained():
     x = jax.random.normal(jax.random.key(0), (8, 16))
     if axes.empty:
         return {"kernel": x * 2}
-    spec = PartitionSpec(axes.axis_names[0])
-    lay_out = (
-        jax.sharding.reshard
-        if AxisType.Explicit in axes.axis_types
-        else jax.lax.with_sharding_constraint
-    )
-    return {"kernel": lay_out(x, spec) * 2}
+    is_explicit = AxisType.Explicit in axes.axis_types
+    how = "reshard" if is_explicit else "with_sharding_constraint"
+    lay_out = getattr(jax.sharding if is_explicit else jax.lax, how)
+    return {"kernel": lay_out(x, PartitionSpec(axes.axis_names[0])) * 2}
 
 
 def made(layouts):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import metrics
+from tests.small_states import MeanEach
 
 
 RNG = np.random.default_rng(0)
@@ -96,24 +96,21 @@ def test_a_metric_is_frozen_and_keeps_its_types_whatever_is_added(metric, inputs
 
 
 @pytest.mark.parametrize(("metric", "inputs"), SOME)
-def test_parts_in_scan_vmap_and_shard_map_make_one_update_with_all(metric, inputs):
+def test_parts_in_vmap_and_shard_map_make_one_update_with_all(metric, inputs):
     whole = values(updated(metric, inputs, MASK))
     parts = [x.reshape(4, 4, *x.shape[1:]) for x in (*inputs, MASK)]
-    scan = jax.jit(lambda m, b: jax.lax.scan(lambda m, x: (m.update(*x), None), m, b))
-    close(values(scan(metric, parts)[0]), whole)
     rows = jax.jit(jax.vmap(metric.update))(*parts)
     first, *others = (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(4))
     close(values(functools.reduce(lambda a, b: a.merge(b), others, first)), whole)
     if isinstance(metric, metrics.Last):
         return  # not a sum
-    mesh = ml.create_mesh({"batch": 4, "model": 2}).jax_mesh
 
     def shard(*inputs):
         return jax.lax.psum(metric.update(*inputs), ("batch", "model")).compute()
 
-    rows = P(("batch", "model"))
-    both = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=rows, out_specs=P()))
-    close(both(*inputs, MASK), whole)
+    mesh, rows = ml.create_mesh({"batch": 4, "model": 2}), P(("batch", "model"))
+    specs = {"mesh": mesh.jax_mesh, "in_specs": rows, "out_specs": P()}
+    close(jax.jit(jax.shard_map(shard, **specs))(*inputs, MASK), whole)
 
 
 class Scaled(metrics.Mean):
@@ -411,40 +408,27 @@ def test_average_and_accuracy_of_nnx_become_metrics_of_ours():
     assert values(high) == theirs.compute() == 0.5
 
 
-class Duck(typing.NamedTuple):
-    total: jax.Array = jnp.zeros(())
-    weight: jax.Array = jnp.zeros(())
-
+class Sampled(MeanEach):
     @classmethod
-    def empty(cls):
-        return cls()
+    def from_model_output(cls, each, sample_weights):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().from_model_output(each, sample_weights)
 
+
+class Unmasked(MeanEach):
     @classmethod
-    def from_model_output(cls, values, sample_weights=None, missing=3):
-        assert missing == 3
-        return cls(jnp.sum(values * sample_weights), jnp.sum(sample_weights))
-
-    def merge(self, other):
-        return type(self)(self.total + other.total, self.weight + other.weight)
-
-    def compute(self):
-        return self.total / self.weight
+    def from_model_output(cls, each):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().from_model_output(each, jnp.ones(each.shape))
 
 
-class Unmasked(Duck):
-    @classmethod
-    def from_model_output(cls, values):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().from_model_output(values, jnp.ones(values.shape))
-
-
-def test_metrics_of_others_take_weights_or_are_refused():
-    duck = fed_alone(Duck, {"values": SCORES}, {}, weights=MASK)
-    close(values(duck), SCORES[MASK].mean())
-    rest = fed_alone(duck.empty(), {"values": SCORES}, {}, weights=~MASK)
-    close(values(duck.merge(rest)), SCORES.mean())
-    fed_alone(Unmasked, {"values": SCORES}, {})
+@pytest.mark.parametrize("kind", [MeanEach, Sampled])
+def test_metrics_of_others_take_weights_or_are_refused(kind):
+    theirs = fed_alone(kind, {"each": SCORES}, {}, weights=MASK)
+    close(values(theirs), SCORES[MASK].mean())
+    rest = fed_alone(theirs.empty(), {"each": SCORES}, {}, weights=~MASK)
+    close(values(theirs.merge(rest)), SCORES.mean())
+    fed_alone(Unmasked, {"each": SCORES}, {})
     with pytest.raises(ml.errors.MetricError, match="cannot leave out what has weight"):
-        fed_alone(Unmasked, {"values": SCORES}, {}, weights=MASK)
+        fed_alone(Unmasked, {"each": SCORES}, {}, weights=MASK)
 
 
 def test_clu_and_metrax_agree_with_numpy():

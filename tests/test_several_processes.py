@@ -281,21 +281,28 @@ def arrays_anywhere(run):
 
 @program(exact=True)
 def states_born_anywhere(run):
-    def keys():
-        made = jax.random.split(jax.random.key(0), 8)
-        return {"keys": made, "w": jax.vmap(lambda k: jax.random.normal(k, (4,)))(made)}
+    seed, table, module = jax.random.key(0), jnp.arange(8.0), nn.Dense(8)
+
+    def keys():  # closes over what each process has
+        made = jax.random.split(seed, 8)
+        drawn = jax.vmap(lambda key: jax.random.normal(key, (4,)))(made)
+        return {"keys": made, "w": drawn * table[:, None]}
+
+    def linen():
+        return module.init(seed, np.ones((2, 4)))
 
     results = []
     for kind in ("inside", "across"):
         mesh = run.mesh(kind)
         layouts = layouts_on(mesh)
         with ml.scope(layouts):
-            scoped = nnx.state(build())
-            variables = nn.Dense(8).init(jax.random.key(0), np.ones((2, 4)))
+            scoped, variables = nnx.state(build()), linen()
         created = nnx.state(ml.create(build, layouts))
         rules = {"keys": ("batch",), "w": ("model", "batch")}
         others = ml.create(keys, ml.LayoutMap(mesh, rules))
-        results.append(numbers([created, scoped, variables, others]))
+        map_of_linen = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+        state = ml.TrainState.create(linen, SGD, map_of_linen, module=module)
+        results.append(numbers([created, scoped, variables, others, state.params]))
     return results
 
 

@@ -17,14 +17,6 @@ from models.mlp import MLP, MODEL_PARALLEL as MLP_RULES
 from tests.small_states import on
 
 
-MODELS = {"mlp": (MLP, MLP_RULES), "convnet": (ConvNet, CONVNET_RULES)}
-MESHES = {
-    "data-parallel": ({"batch": 8}, False),
-    "model-parallel": ({"batch": 1, "model": 8}, True),
-    "2-D": ({"batch": 2, "model": 4}, True),
-}
-
-
 def facts(compiled):
     """What a program costs: collectives, FLOPs and bytes per device."""
     collectives = collections.Counter(
@@ -115,16 +107,16 @@ def by_meshlayout(build, axes, rules, images, labels):
 
 
 @pytest.mark.parametrize(
-    ("model", "axes"),
-    [("mlp", "model-parallel"), ("convnet", "data-parallel"), ("convnet", "2-D")],
+    ("build", "rules", "axes"),
+    [
+        (MLP, MLP_RULES, {"batch": 1, "model": 8}),
+        (ConvNet, {}, {"batch": 8}),
+        (ConvNet, CONVNET_RULES, {"batch": 2, "model": 4}),
+    ],
 )
-def test_the_program_is_the_hand_written_one(model, axes):
-    build, rules = MODELS[model]
-    sizes, use_rules = MESHES[axes]
-    rules = rules if use_rules else {}
-    images = np.ones((16, 28, 28, 1), np.float32)
-    labels = np.zeros(16, np.int32)
-    setting = (lambda: build(rngs=nnx.Rngs(0)), sizes, rules, images, labels)
+def test_the_program_is_the_hand_written_one(build, rules, axes):
+    images, labels = np.ones((16, 28, 28, 1), np.float32), np.zeros(16, np.int32)
+    setting = (lambda: build(rngs=nnx.Rngs(0)), axes, rules, images, labels)
     ours, hand = facts(by_meshlayout(*setting)), facts(by_hand(*setting))
     assert ours == hand
     assert ours["collectives"]

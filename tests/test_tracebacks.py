@@ -1,8 +1,9 @@
 """An error in a user's function shows the user's frames and the sentence, wherever run."""
 
 import functools
+import inspect
+import operator
 import pdb
-import re
 import subprocess
 import sys
 import traceback
@@ -17,6 +18,7 @@ from flax.training import train_state
 
 import meshlayout as ml
 from tests.error_messages import message_of
+from tests.small_states import create, mesh_of
 
 
 NOTE_OF_JAX = "JAX has removed its internal frames"
@@ -37,12 +39,7 @@ def bad_shape(model, batch):
 
 @pytest.fixture
 def state():
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    return ml.TrainState.create(
-        lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)),
-        optax.sgd(0.1),
-        ml.LayoutMap(mesh, {}),
-    )
+    return create(mesh_of(batch=4), lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
 
 
 CALLS = {
@@ -122,41 +119,36 @@ def test_ipython_shows_the_users_frames(tmp_path):
     assert "_src" not in said
 
 
-NEAR = {
-    "fit": lambda: ml.Trainer({}).fit([BATCH], epoch=3),
-    "make_train_step": lambda: ml.make_train_step(clipnorm=1.0),
-    "compile_step": lambda: ml.compile_step(on_recompiles="warn"),
-    "distribute_dataset": lambda: ml.distribute_dataset(global_batchsize=8),
-    "from_tfds": lambda: ml.data.from_tfds("mnist", splt="train"),
-    "LayoutMap": lambda: ml.LayoutMap(on_unevn="replicate"),
-    "Rule": lambda: ml.Rule(on_unevn="replicate"),
-    "Layout": lambda: ml.Layout([], memory="device"),
-    "fsdp": lambda: ml.parallel.fsdp(None, min_byte=0),
-    "create": lambda: ml.TrainState.create(layout=None),
-    "Checkpointer": lambda: ml.Checkpointer("unused", keeps=3),
-    "save": lambda: ml.Checkpointer("unused").save(1, {}, metric={}),
-    "restore": lambda: ml.Checkpointer("unused").restore(lik={}),
-    "load_safetensors": lambda: ml.checkpoint.load_safetensors("x", lik={}),
-    "MirroredStrategy": lambda: ml.distribute.MirroredStrategy(device=["CPU:0"]),
-    "OneDeviceStrategy": lambda: ml.distribute.OneDeviceStrategy(devices="CPU:0"),
-    "run": lambda: ml.distribute.get_strategy().run(print, arg=()),
-    "Accuracy": lambda: ml.metrics.Accuracy(topk=3),
-    "EarlyStopping": lambda: ml.callbacks.EarlyStopping(patients=2),
-    "l2": lambda: ml.losses.l2(0.1, wher="kernel"),
-    "record": lambda: ml.losses.record(None, nam="aux", loss=1.0),
-    "scope": lambda: ml.scope(layout={}),
-    "constrain": lambda: ml.constrain(1.0, nam="hidden"),
-    "optimizer_by_path": lambda: ml.optimizer_by_path(optimizer={}),
-    "assert_layout": lambda: ml.testing.assert_layout(1.0, expectd=None),
-    "trace": lambda: ml.make_eval_step(lambda model, batch: 0).memory({}, batches={}),
-    "initialize": lambda: ml.initialize(num_process=2),
-}
+# Functions and classes that users give options to, and methods.
+NEAR = """
+    Checkpointer Checkpointer.restore Checkpointer.save Layout LayoutMap
+    PrecisionPolicy Rule Trainer Trainer.evaluate Trainer.fit Trainer.predict
+    TrainState.create check_layout compile_step constrain copy_to_mesh create
+    describe distribute_dataset doctor initialize make_eval_step make_predict_step
+    make_train_step optimizer_by_path pack relayout scope visualize zero_rule
+    arrays.normal arrays.zeros callbacks.Checkpoint callbacks.EarlyStopping
+    callbacks.Log callbacks.StopOnNaN checkpoint.load_orbax
+    checkpoint.load_safetensors checkpoint.save_safetensors data.from_tfds
+    data.pack_sequences distribute.MirroredStrategy distribute.OneDeviceStrategy
+    distribute.Strategy.run losses.compute_average_loss losses.l2 losses.record
+    metrics.Accuracy metrics.ConfusionMatrix metrics.Mean metrics.Precision
+    parallel.fsdp parallel.pipeline parallel.ring_attention parallel.tensor_parallel
+    step.EvalStep.memory testing.assert_layout testing.expect_communication
+    testing.verify
+"""
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", NEAR.split())
 def test_misspelled_options_are_named_by_every_public_call(name):
-    said = message_of(NEAR[name])
-    assert re.fullmatch(rf"{name} got \w+=. Did you mean '\w+'\?", said), said
+    function = operator.attrgetter(name)(ml)
+    *_, last = (
+        option
+        for option, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    )
+    typo = last[:-2] + last[-1]
+    said = message_of(function, **{typo: None})
+    assert said == f"{name.rpartition('.')[2]} got {typo}=. Did you mean {last!r}?"
 
 
 def test_reflexes_of_other_libraries_are_answered(state):
@@ -178,7 +170,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
     theirs = train_state.TrainState(0, None, {}, optax.sgd(0.1), ())
     flax = "a flax.training.train_state.TrainState. Write ml.TrainState.create(lambda: "
     flax += '{"params": state.params}, state.tx, module=module)'
-    for call in (ml.make_train_step(bad_key), lambda *_: ml.Trainer(theirs, bad_key)):
+    steps = ml.make_train_step(bad_key), ml.make_eval_step(bad_key)
+    for call in (*steps, lambda *_: ml.Trainer(theirs, bad_key)):
         assert f"takes a TrainState, got {flax}" in message_of(call, theirs, BATCH)
     pair = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), None
     assert "lambda: nnx.clone(model), optimizer.tx" in message_of(

@@ -3,7 +3,6 @@
 import contextlib
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from tests.same_bits import assert_same_bits
 from tests.small_states import (
     DATA,
     RATE,
+    MeanEach,
     X,
     Y,
     alone,
@@ -36,11 +36,6 @@ from tests.small_states import (
 # The last rows are padding: on 8 devices, two shards of nothing else.
 WEIGHTS = np.array([1, 0.5, 2, 1, 1, 0, 3, 1, 1, 1, 0.25, 0, 0, 0, 0, 0], "float32")
 BATCH = {**DATA, "weight": WEIGHTS}
-
-MESHES = {
-    "batch=8": ({"batch": 8}, {}),
-    "batch=2, model=4": ({"batch": 2, "model": 4}, {"kernel$": (None, "model")}),
-}
 
 
 @pytest.fixture
@@ -74,30 +69,23 @@ def without_padding(values):
 TOKENS = np.random.default_rng(1).integers(0, 3, size=(16, 4)).astype("float32")
 TOKENS[-3:] = 0
 REAL = shares(WEIGHTS, WEIGHTS.sum())
+TWO = {"accumulate": 2}
+EACH = np.full((16, 4), 1 / 64)
 # Options, the batch, and by how much each loss counts.
 SUMS = {
     "real": ({}, BATCH, REAL),
     "global_batch_size": (
-        {"denominator": "global_batch_size", "accumulate": 2},
-        BATCH,
+        *({"denominator": "global_batch_size", **TWO}, BATCH),
         shares(WEIGHTS, 16),
     ),
-    "a weight per token": (
-        {"accumulate": 2},
-        {**BATCH, "weight": TOKENS},
-        TOKENS / TOKENS.sum(),
-    ),
+    "a weight per token": (TWO, {**BATCH, "weight": TOKENS}, TOKENS / TOKENS.sum()),
     "a tuple": ({"weights": 2}, (X, Y, WEIGHTS), REAL),
     "NaN in padded inputs": ({}, {**BATCH, "x": without_padding(X)}, REAL),
-    "NaN in padded labels": (
-        {"accumulate": 2},
-        {**BATCH, "y": without_padding(Y)},
-        REAL,
-    ),
-    "a scalar": ({}, DATA, np.full((16, 4), 1 / 64)),
-    "scalars": ({"accumulate": 2}, DATA, np.full((16, 4), 1 / 64)),
-    "explicit axes": ({}, DATA, np.full((16, 4), 1 / 64)),
-    "explicit axes, microbatches": (*({"accumulate": 2}, BATCH), REAL),
+    "NaN in padded labels": (TWO, {**BATCH, "y": without_padding(Y)}, REAL),
+    "a scalar": ({}, DATA, EACH),
+    "scalars": (TWO, DATA, EACH),
+    "explicit axes": ({}, DATA, EACH),
+    "explicit axes, microbatches": (TWO, BATCH, REAL),
 }
 
 
@@ -128,10 +116,10 @@ def test_what_counts_how_much_and_what_sums_are_divided_by(name):
 def test_a_batch_of_nothing_but_padding_changes_nothing_and_counts_nothing(
     mesh, accumulate
 ):
-    state = create(mesh, lambda: Norms(nnx.Rngs(0)))
+    state = create_linen(mesh, Norms(), False)
     before = on_host((state.params, state.model_state))
     other = jax.tree.map(jnp.copy, state)
-    train_step = ml.make_train_step(squares, accumulate=accumulate, clip_norm=1.0)
+    train_step = ml.make_train_step(linen_squares, accumulate=accumulate, clip_norm=1.0)
     padding = on(mesh, {**DATA, "weight": np.zeros(16, "float32")})
     state, metrics = train_step(state, padding)
     assert np.isnan([*metrics.to_host().values()]).all()
@@ -142,28 +130,6 @@ def test_a_batch_of_nothing_but_padding_changes_nothing_and_counts_nothing(
 
 
 # Metrics.
-
-
-@flax.struct.dataclass
-class MeanEach:
-    """A user's own metric, that starts with Python's numbers."""
-
-    total: Any = 0.0
-    count: Any = 0
-
-    @classmethod
-    def empty(cls):
-        return cls()
-
-    @classmethod
-    def from_model_output(cls, each, weights):
-        return MeanEach((each * weights).sum(), weights.sum())
-
-    def merge(self, other):
-        return MeanEach(self.total + other.total, self.count + other.count)
-
-    def compute(self):
-        return self.total / self.count
 
 
 @pytest.mark.parametrize(
@@ -323,19 +289,7 @@ def test_a_recorded_loss_counts_whatever_it_is_called(mesh, name):
 # Batch statistics.
 
 
-class Norms(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
-        self.second = nnx.Linear(4, 4, rngs=rngs)
-        self.last = nnx.BatchNorm(4, momentum=0.5, use_fast_variance=False, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.tanh(self.norm(self.first(x)))
-        return self.last(self.second(x))
-
-
-class LinenNorms(nn.Module):
+class Norms(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         options = {"use_running_average": not train, "momentum": 0.5}
@@ -345,35 +299,15 @@ class LinenNorms(nn.Module):
         return nn.BatchNorm(**options, use_fast_variance=False, name="last")(x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh_name", "options"),
-    [
-        ("nnx", "batch=2, model=4", {"accumulate": 4}),
-        ("linen", "batch=8", {}),
-        pytest.param(
-            *("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(
-    kind, mesh_name, options
-):
-    axes, rules = MESHES[mesh_name]
-    mesh = mesh_of(**axes)
-    if kind == "nnx":
-        state = create(mesh, lambda: Norms(nnx.Rngs(0)), rules=rules)
-    else:
-        state = create_linen(mesh, LinenNorms(), False, rules=rules)
-
-    loss_fn = squares if kind == "nnx" else linen_squares
+def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch():
+    mesh = mesh_of(batch=2, model=4)
+    state = create_linen(mesh, Norms(), False, rules={"kernel$": (None, "model")})
     # Padding that would show; every other row, so that whole parts are padding.
     weights = (WEIGHTS * (np.arange(16) % 4 != 3)).astype("float32")
     x = np.where(weights[:, None] == 0, np.float32(50), X)
     batches = [{"x": x, "y": Y, "weight": weights}] * 2
-    count = options.get("accumulate", 1)
-    plain = trained_by_hand(state, loss_fn, batches, accumulate=count)
-    train_step = ml.make_train_step(loss_fn, **options)
+    plain = trained_by_hand(state, linen_squares, batches, accumulate=4)
+    train_step = ml.make_train_step(linen_squares, accumulate=4)
     for batch, loss in zip(batches, plain.losses, strict=True):
         state, metrics = train_step(state, on(mesh, batch))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
@@ -404,16 +338,3 @@ def test_every_step_and_every_microbatch_drops_something_else(mesh):
             found.add(float(metrics["loss"]))
         state, _ = train_step(state, on(mesh, batch))
     assert len(found) == 4
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_plain_constraint_of_jax_in_the_model_is_taken(mesh, accumulate):
-    def loss_fn(model, batch):
-        rows = mesh.layout("batch", None).sharding
-        return jax.lax.with_sharding_constraint(squares(model, batch), rows)
-
-    state = create(mesh)
-    grads, _ = linear_by_hand(on_host(state.params))
-    expected = descended(on_host(state.params), grads)
-    state, _ = ml.make_train_step(loss_fn, accumulate=accumulate)(state, on(mesh, DATA))
-    assert_close(state.params, expected)

@@ -1,46 +1,31 @@
-"""The trainer on two real processes does what it does on one."""
+"""What one process cannot read ends the fits of all.
+
+That a trainer computes the same on several is in test_several_processes.
+"""
 
 import contextlib
 import functools
 import io
-import json
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import meshlayout as ml
 from meshlayout.data.agreement import WAY_OUT
 from tests.processes import run_processes
+from tests.small_states import DATA, create, mesh_of, squares
 
 
 pytestmark = pytest.mark.multiprocess
 
-ROWS, BATCH = 22, 8
-
-
-def source():
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
-    return {"x": x, "y": x @ np.arange(1, 5).astype("float32")}
-
-
-def loss_fn(model, batch):
-    out = model(batch["x"])[:, 0]
-    return jnp.square(out - batch["y"]), {"out": out, "off": abs(out - batch["y"])}
+ROWS = {name: x[:8] for name, x in DATA.items()}
 
 
 def fit_failure(trainer, mesh, *, ends=False, **last):
-    """What is said if a batch of the data, or of the validation, is not there on one.
+    """The steps of a fit, and what is said if one process cannot read a batch.
 
-    Args:
-        trainer: The trainer.
-        mesh: The mesh for `distribute_dataset`; None for batches of plain arrays.
-        ends: Whether it ends there instead of failing.
-        **last: Batches of each that process 1 can read.
+    Or if its batches end there; of `last` of the data and of the validation. Without a
+    mesh, they are plain arrays.
     """
 
     def batches(name):
@@ -49,109 +34,51 @@ def fit_failure(trainer, mesh, *, ends=False, **last):
                 if ends:
                     return
                 raise OSError(f"the {name} of batch {number} is gone")
-            yield {key: leaf[:BATCH] for key, leaf in source().items()}
+            yield ROWS
 
     data, validation = (functools.partial(batches, name) for name in last)
     if mesh is not None:
+        options = {"global_batch_size": 8, "batched": True}
         data, validation = (
-            ml.distribute_dataset(function, mesh, global_batch_size=BATCH, batched=True)
+            ml.distribute_dataset(function, mesh, **options)
             for function in (data, validation)
         )
-    start = int(trainer.state.step)
+    start, said = int(trainer.state.step), "no error"
     try:
         trainer.fit(data, epochs=1, validation_data=validation)
     except Exception as error:
-        return [int(trainer.state.step) - start, f"{type(error).__name__}: {error}"]
-    return [int(trainer.state.step) - start, "no error"]
+        said = f"{type(error).__name__}: {error}"
+    return [int(trainer.state.step) - start, said]
 
 
-def job(folder):
-    """Trains, validates and predicts on all devices, and returns what came of it."""
-    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
-    state = ml.TrainState.create(
-        lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
-        optax.adam(0.05),
-        ml.LayoutMap(mesh, {}),
-    )
-    data = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH, shuffle=1)
-    in_order = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH)
-    error = ml.metrics.Mean("off")
-    trainer = ml.Trainer(state, loss_fn, metrics={"error": error})
-    name = f"{jax.process_index()}-of-{jax.process_count()}"
-    path = Path(folder) / f"{name}.csv"
-    printed = io.StringIO()
+def job():
+    mesh, printed = mesh_of(batch=4), io.StringIO()
+    trainer = ml.Trainer(create(mesh), squares)
     with contextlib.redirect_stdout(printed):
-        history = trainer.fit(
-            data,
-            epochs=3,
-            validation_data=in_order,
-            callbacks=[
-                ml.callbacks.Log(path),
-                ml.callbacks.EarlyStopping("val_loss", patience=5),
-            ],
-        )
-    return {
-        "loss": history["loss"],
-        "val_error": history["val_error"],
-        "evaluated": trainer.evaluate(in_order),
-        "predicted": np.asarray(trainer.predict(in_order)["out"]).tolist(),
-        "kernel": np.asarray(trainer.state.params["kernel"]).tolist(),
-        "printed": len(printed.getvalue().splitlines()),
-        "wrote": path.exists(),
-        "failed": [
+        failed = [
             fit_failure(trainer, mesh, data=1, validation=4),
             fit_failure(trainer, mesh, data=4, validation=1),
             fit_failure(trainer, None, data=1, validation=4),
             fit_failure(trainer, None, data=4, validation=1),
             fit_failure(trainer, None, ends=True, data=2, validation=4),
-        ],
-    }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("logs"))
-    several = run_processes(2, job, folder, devices_per_process=2, shared=True)
-    return json.loads(json.dumps(job(folder))), several
-
-
-@pytest.mark.parametrize("name", ["loss", "val_error", "kernel", "predicted"])
-def test_two_processes_compute_what_one_does(results, name):
-    one, several = results
-    for found in several:
-        np.testing.assert_allclose(found[name], one[name], rtol=2e-5, atol=1e-6)
-    first, second = several
-    assert first["evaluated"]["error"] == pytest.approx(first["val_error"][-1])
-    assert len(first["predicted"]) == ROWS
-    # Only process 0 talks.
-    assert (first["printed"] >= 3, second["printed"]) == (True, 0)
-    assert (first["wrote"], second["wrote"]) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("case", "name", "steps"),
-    [(0, "data", 1), (1, "validation", 4), (2, "data", 1), (3, "validation", 4)],
-)
-def test_data_that_one_process_cannot_read_ends_the_fit_of_all(
-    results, case, name, steps
-):
-    error = f"OSError: the {name} of batch 1 is gone"
-    one, several = results
-    assert one["failed"][case] == [4, "no error"]
-    assert [found["failed"][case] for found in several] == [
-        [steps, f"DataError: the source of process 1 failed: {error}"],
-        [steps, error],
-    ]
-
-
-def test_plain_batches_that_end_on_one_process_end_the_fit_of_all(results):
-    one, several = results
-    assert one["failed"][4] == [4, "no error"]
-    assert [found["failed"][4] for found in several] == 2 * [
-        [
-            2,
-            "DataError: the processes read different data: 8 rows in batch 3 of epoch 4 "
-            "on process 0, 0 rows in batch 3 of epoch 4 on process 1. Their iterations "
-            f"must start at the same position. {WAY_OUT}",
         ]
-    ]
+        trainer.fit([ROWS])
+    return printed.getvalue() != "", failed
+
+
+def test_data_that_one_process_cannot_read_ends_the_fit_of_all():
+    several = run_processes(2, job, devices_per_process=2, shared=True)
+    # Only process 0 talks.
+    assert [talks for talks, _ in several] == [True, False]
+    assert job() == (True, [[4, "no error"]] * 5)
+    ways = zip(*(failed for _, failed in several), strict=True)
+    for name, steps in (("data", 1), ("validation", 4)) * 2:
+        error = f"OSError: the {name} of batch 1 is gone"
+        of_others = f"DataError: the source of process 1 failed: {error}"
+        assert next(ways) == ([steps, of_others], [steps, error])
+    words = (
+        "DataError: the processes read different data: 8 rows in batch 3 of epoch 1 "
+        "on process 0, 0 rows in batch 3 of epoch 1 on process 1. Their iterations "
+        f"must start at the same position. {WAY_OUT}"
+    )
+    assert next(ways) == ([2, words],) * 2
