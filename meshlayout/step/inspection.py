@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Sharding
 
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Leaf
 from meshlayout.layout import AnyMesh
 from meshlayout.state import TrainState
 
@@ -175,17 +173,3 @@ def _is_on_host(sharding: Sharding) -> bool:
     kind = sharding.memory_kind or ""
     _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
     return "host" in kind and kind != default
-
-
-def layout_of(leaf: Leaf) -> Any:
-    """Returns the sharding of a leaf that is bound to one, else None."""
-    if isinstance(leaf, Tracer):  # the step is called inside another jit
-        return None
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-
-
-def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
-    """Returns the axes of a mesh as `"batch=2, model=4"`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -21,7 +21,7 @@ from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep, PredictStep
-from meshlayout.step.state_step import StateStep
+from meshlayout.step.train_step import StateStep
 from meshlayout.testing.expectations import VerificationError
 
 

@@ -34,7 +34,7 @@ from meshlayout.data.examples import looks_batched
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
-from meshlayout.step.state_step import check_batch
+from meshlayout.step.objective import check_batch
 
 
 if TYPE_CHECKING:

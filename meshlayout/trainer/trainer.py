@@ -32,7 +32,7 @@ from meshlayout.errors import (
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.state_step import check_state
+from meshlayout.step.train_step import check_state
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
 from meshlayout.trainer.callbacks.callback import checked_callbacks
 from meshlayout.trainer.epochs import (
