@@ -43,6 +43,7 @@ OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 # Virtual CPU devices share one thread pool. With many collectives queued, the last
 # participant of one finds no thread, and XLA ends the process after 40 seconds.
 _MAX_IN_FLIGHT = 8
+_num_in_flight = 0  # the last calls of all steps
 
 _OTHER_CHANGE = (
     "no shape, dtype or layout, but the state's code (a new model or optimizer), its "
@@ -177,7 +178,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self.called: Any = None  # the program and types of the last call traced
         self._seen: list[_Kinds] = []  # the last calls that were traced
         self._was_called = False
-        self._in_flight = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
@@ -250,29 +250,20 @@ class CompiledStep(StepInspection, Generic[P, R]):
         is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
         shardings = [x.sharding for x in compress(leaves, is_compared)]
         is_shared, is_bounded = program.is_shared, program.is_bounded
-        is_loop = type(args[0]) is TrainState and not program.may_share
+        is_loop = type(args[0]) is TrainState and not (program.may_share or kwargs)
+        is_donated, is_first = is_loop and self._donates, True
         last: Callable[[], object] = ref(args[0]) if is_loop else object
         first = metrics = args[-1] if type(args[-1]) is Metrics else None
-        others = flatten((args[1:-1] if first else args[1:], kwargs))[0]
-        other_shardings = [*map(_jax.sharding_of, others)]
-        is_donated, is_first = is_loop and self._donates, True
+        others = args[1:-1] if first else args[1:]
+        # To flatten them takes JAX longer than all else here.
+        is_flat = all(isinstance(x, jax.Array) for x in others)
+        is_dict = len(others) == 1 and type(others[0]) is dict
+        is_dict = is_dict and {*map(type, others[0].values())} == {_jax.ArrayImpl}
+        other_leaves = others[0].values() if is_dict else flatten(others)[0]
+        other_shardings = [*map(_jax.sharding_of, other_leaves)]
 
-        def goes_on(args: PyTree, kwargs: PyTree) -> bool:
-            is_known = args[-1] is metrics or args[-1] is first
-            rest = args[1:-1] if is_known else args[1:]
-            leaves = flatten((rest, kwargs) if kwargs else rest)[0]
-            try:
-                if [x.sharding for x in leaves] != other_shardings:
-                    return False
-                for x in leaves:
-                    if x.is_deleted():
-                        return False
-            except AttributeError:  # of what is no array
-                return False
-            return not args[0].step.is_deleted()
-
-        def is_like_last(args: PyTree, kwargs: PyTree) -> bool:
-            leaves = flatten((args, kwargs))[0]
+        def is_like_last(*call: PyTree) -> bool:
+            leaves = flatten(call)[0]
             compared = [*compress(leaves, is_compared)]
             ids = {*map(id, leaves[:num_donated])}
             return (
@@ -283,16 +274,28 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 and ids.isdisjoint(map(id, leaves[num_donated:]))
             )
 
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def again(state: Any, *rest: Any, **kwargs: Any) -> Any:
+            global _num_in_flight
             nonlocal last, metrics, is_first
-            is_next = is_first or (args[0] is last() and goes_on(args, kwargs))
-            if not is_next and not is_like_last(args, kwargs):
+            is_next = state is last() and not state.step.is_deleted()
+            if is_next:
+                is_known = rest and (rest[-1] is metrics or rest[-1] is first)
+                leaves: Any = rest[:-1] if is_known else rest
+                try:
+                    if not is_flat:
+                        leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
+                    for x, sharding in zip(leaves, other_shardings, strict=False):
+                        if x.sharding != sharding or x.is_deleted():
+                            is_next = False
+                except AttributeError:  # of what is no array
+                    is_next = False
+            if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
                 raise OtherProgramError
             is_first = False
             if is_shared:
                 counts.steps += 1
             try:
-                result = jitted(*args, **kwargs)
+                result = jitted(state, *rest, **kwargs)
             except Exception:
                 counts.steps -= is_shared
                 raise
@@ -300,9 +303,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 last, aux = ref(result[0]), result[1]
                 metrics = aux if type(aux) is Metrics else None
             if is_bounded:
-                self._in_flight += 1
-                if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-                    self._in_flight = 0
+                _num_in_flight += 1
+                if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+                    _num_in_flight = 0
                     # One array will do: a program's results are ready together.
                     for leaf in flatten(result[0].step if is_donated else result)[0][
                         :1
