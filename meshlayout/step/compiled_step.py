@@ -18,11 +18,10 @@ from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, o
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
@@ -31,7 +30,7 @@ from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.inspection import StepInspection
+from meshlayout.step.inspection import Kinds, StepInspection, changes_of
 from meshlayout.step.kernel_gradients import axes_to_hide
 
 
@@ -49,9 +48,6 @@ _OTHER_CHANGE = (
     "no shape, dtype or layout, but the state's code (a new model or optimizer), its "
     "devices, a Python number for an array, the active layout map or a JAX setting"
 )
-
-# The dtype and shape (or text), and the layout, of every argument of a call, by name.
-_Kinds: TypeAlias = dict[str, tuple[Any, Any]]
 
 
 @overload
@@ -176,8 +172,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._last: _Program | None = None
         self.again: Callable[..., Any] | None = None  # runs calls like the last one
         self.called: Any = None  # the program and types of the last call traced
-        self._seen: list[_Kinds] = []  # the last calls that were traced
-        self._was_called = False
+        self._seen: list[Kinds] = []  # the last calls that were traced
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
@@ -222,13 +217,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program = self._program(args, kwargs)
         if error and program is self._last:  # else, on other devices it may succeed
             raise error
-        self._last, seen = program, self._seen
-        again = self._again(program, args, kwargs)
+        again, seen = self._again(program, args, kwargs), self._seen
         with _may_trace(program, (args, kwargs)):
             result = again(*args, **kwargs)
-        self._was_called = True
         # After a trace, what the next call is given may be on a mesh by then.
-        self.again = again if self._seen is seen else None
+        self._last, self.again = program, again if self._seen is seen else None
         return result
 
     def _again(
@@ -254,7 +247,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         is_donated, is_first = is_loop and self._donates, True
         last: Callable[[], object] = ref(args[0]) if is_loop else object
         first = metrics = args[-1] if type(args[-1]) is Metrics else None
-        others = args[1:-1] if first else args[1:]
+        others = args[1:-1] if first or args[-1] is None else args[1:]
         # To flatten them takes JAX longer than all else here.
         is_flat = all(isinstance(x, jax.Array) for x in others)
         is_dict = len(others) == 1 and type(others[0]) is dict
@@ -284,10 +277,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 try:
                     if not is_flat:
                         leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
-                    for x, sharding in zip(leaves, other_shardings, strict=False):
+                    for x, sharding in zip(leaves, other_shardings, strict=True):
                         if x.sharding != sharding or x.is_deleted():
                             is_next = False
-                except AttributeError:  # of what is no array
+                except (AttributeError, ValueError):  # of what is no array; of others
                     is_next = False
             if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
                 raise OtherProgramError
@@ -307,9 +300,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     _num_in_flight = 0
                     # One array will do: a program's results are ready together.
-                    for leaf in flatten(result[0].step if is_donated else result)[0][
-                        :1
-                    ]:
+                    one = result[0].step if is_donated else result
+                    for leaf in flatten(one)[0][:1]:
                         leaf.block_until_ready()
             return result
 
@@ -363,8 +355,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 now["the optimizer"] = f"one made at {id(tx):#x}", None  # by optax.adam
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
-                why = self._explain(now) if self._was_called else ""
-        placed = treedef.unflatten(map(_placed, leaves, program.layouts))
+                why = self._explain(now) if self._last else ""
         layouts = self._options["layouts"]
         scope = activate(layouts) if layouts else contextlib.nullcontext()
         inner = functools.partial(self._inner, *args, **kwargs)
@@ -375,26 +366,26 @@ class CompiledStep(StepInspection, Generic[P, R]):
             try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
                 if call is not None and program.has_peers:
-                    facts = functools.partial(self._facts, call, jaxpr)
+                    constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
+                    named = {f"constant {i}": x for i, x in enumerate(constants)}
+                    named |= self._named(*call)
+                    facts = functools.partial(program_facts, named, str(jaxpr.jaxpr))
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
             windows = [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]
-            hidden = axes_to_hide(windows, jaxpr.jaxpr, placed) if windows else ()
+            hidden = frozenset[str]()
+            if windows:
+                placed = treedef.unflatten(map(_placed, leaves, program.layouts))
+                hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
             result = run_without(hidden, inner) if hidden else inner()
         if self._donates:
-            shapes = [*map(jnp.shape, leaves)]
-            count = self._num_donated(args)
+            shapes, count = [*map(jnp.shape, leaves)], self._num_donated(args)
             program.may_share |= not {*shapes[:count]}.isdisjoint(shapes[count:])
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
         return result
-
-    def _facts(self, call: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
-        constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
-        named = {f"constant {index}": value for index, value in constants}
-        return program_facts(self._named(*call) | named, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
@@ -406,11 +397,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise StepError(msg)
         new, aux = result
         olds, treedef = jax.tree.flatten(old)
-        changes = _changes(*(self._kinds((state,), {}) for state in (old, new)))
-        if changes or treedef != jax.tree.structure(new):
+        before, after = (self._kinds((state,), {}) for state in (old, new))
+        if before != after or treedef != jax.tree.structure(new):
+            changes = [*changes_of(before, after), "its containers changed"]
             msg = (
-                f"{self.__name__} returned another state than came in: "
-                f"{[*changes, 'its containers changed'][0]}. Return it in the "
+                f"{self.__name__} returned another state than came in: {changes[0]}. "
+                "Return it in the "
                 "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
@@ -443,10 +435,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if msg:
                 raise StepError(msg) from None
 
-    def _explain(self, now: _Kinds) -> str:
+    def _explain(self, now: Kinds) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
-        change = [*changes, _OTHER_CHANGE][0]
+        changes = (changes_of(seen, now) for seen in self._seen)
+        change = [*min(changes, key=len, default=[]), _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)
@@ -456,7 +448,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _kinds(
         self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
-    ) -> _Kinds:
+    ) -> Kinds:
         """Returns the kinds of arguments by name, and layouts if they are given."""
         treedef = jax.tree.structure((args, kwargs))
         layouts = layouts or [None] * treedef.num_leaves
@@ -547,31 +539,3 @@ def _key(layout: Sharding | None) -> Any:
     while spec and spec[-1] is None:
         spec.pop()
     return layout.mesh, *spec, layout.memory_kind
-
-
-def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
-    """Returns the axes of a mesh as `"batch=2, model=4"`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-
-
-def _layout_text(layout: Any) -> str:
-    if isinstance(layout, NamedSharding):
-        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
-    return str(layout or "no layout of its own")
-
-
-def _kind_text(kind: Any) -> str:
-    return kind if isinstance(kind, str) else _render.array_text(*kind)
-
-
-def _changes(before: _Kinds, now: _Kinds) -> list[str]:
-    """Returns what changed between two calls, one phrase each."""
-    changes = []
-    for name in dict.fromkeys([*now, *before]):
-        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
-        if old != new:
-            old, new = (_kind_text(x) or "nothing" for x in (old, new))
-            changes.append(f"{name} changed from {old} to {new}")
-        elif (here := _layout_text(here)) != (there := _layout_text(there)):
-            changes.append(f"the layout of {name} changed from {here} to {there}")
-    return changes

@@ -5,10 +5,10 @@ import itertools
 import math
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
@@ -19,6 +19,10 @@ from meshlayout.state import TrainState
 if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
     from meshlayout.planning import CompiledProgram
+
+
+# The dtype and shape (or text), and the layout, of every argument of a call, by name.
+Kinds: TypeAlias = dict[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,3 +177,31 @@ def _is_on_host(sharding: Sharding) -> bool:
     kind = sharding.memory_kind or ""
     _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
     return "host" in kind and kind != default
+
+
+def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+    """Returns the axes of a mesh as `"batch=2, model=4"`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def _layout_text(layout: Any) -> str:
+    if isinstance(layout, NamedSharding):
+        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
+    return str(layout or "no layout of its own")
+
+
+def _kind_text(kind: Any) -> str:
+    return kind if isinstance(kind, str) else _render.array_text(*kind)
+
+
+def changes_of(before: Kinds, now: Kinds) -> list[str]:
+    """Returns what changed between two calls, one phrase each."""
+    changes = []
+    for name in dict.fromkeys([*now, *before]):
+        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
+        if old != new:
+            old, new = (_kind_text(x) or "nothing" for x in (old, new))
+            changes.append(f"{name} changed from {old} to {new}")
+        elif (here := _layout_text(here)) != (there := _layout_text(there)):
+            changes.append(f"the layout of {name} changed from {here} to {there}")
+    return changes
