@@ -246,7 +246,7 @@ def _collected(model: Any, before: PyTree) -> tuple[dict[str, Any], PyTree]:
 
 def _named(tree: PyTree) -> dict[str, Any]:
     """Returns sown values by path; the first under a name loses its number 0."""
-    leaves = _paths.flatten(tree).leaves
+    leaves = _paths.flatten(tree).leaves if tree else ()
     return {re.sub("/0$", "", leaf.path): leaf.value for leaf in leaves}
 
 

@@ -80,10 +80,10 @@ def gradients_of(
 ) -> Gradients:
     """Returns the gradients of a global batch, times a scale of the loss, if any."""
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
-    for leaf in _paths.flatten(params).leaves:
-        if not _is_float(leaf.value):
-            msg = f"the parameter {leaf.path} is no float: make it no nnx.Param."
-            raise StepError(msg)
+    if not all(map(_is_float, jax.tree.leaves(params))):
+        leaves = _paths.flatten(params).leaves
+        path = next(leaf.path for leaf in leaves if not _is_float(leaf.value))
+        raise StepError(f"the parameter {path} is no float: make it no nnx.Param.")
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
