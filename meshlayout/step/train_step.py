@@ -199,11 +199,11 @@ class StateStep(StepInspection, Generic[R]):
     __name__: str
     _row_dim = 0  # of what a call takes
     _trains = False
-    # What runs calls like the last one, with which empty metrics, and whether those
-    # have weights.
+    # What runs calls like the last one, with which empty metrics; and whether weights
+    # come from the host, where they can be checked.
     _again: Callable[..., Any] | None = None
     _start: Metrics | None = None
-    _is_weighted = False
+    _has_host_weights = False
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class StateStep(StepInspection, Generic[R]):
         error = None
         try:  # to look all up again would take Python longer than a small step
             if self._again is not None and not _jax.is_tracing():
-                if self._is_weighted or marked_weights.data:  # quicker than to ask it
+                if self._has_host_weights or marked_weights.data:
                     check_batch(batch, self.weights)
                 part = state if self._trains else _parts[state]
                 start = self._start if metrics is None else metrics
@@ -262,7 +262,7 @@ class StateStep(StepInspection, Generic[R]):
         if not _jax.is_tracing():
             self._again = compiled.again if args[1] is batch else None
             self._start = start
-            self._is_weighted = self._weights(batch) is not None
+            self._has_host_weights = isinstance(self._weights(batch), np.ndarray)
         return result
 
     def without_layouts(self) -> Self:
