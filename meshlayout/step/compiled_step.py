@@ -105,7 +105,7 @@ def compile_step(
     return make if step is None else make(step)
 
 
-class _Program:
+class _StepProgram:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
     def __init__(self, treedef: PyTree, layouts: list[Any]) -> None:
@@ -168,8 +168,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._programs: dict[Any, _StepProgram] = {}
+        self._last: _StepProgram | None = None
         self.again: Callable[..., Any] | None = None  # runs calls like the last one
         self.called: Any = None  # the program and types of the last call traced
         self._seen: list[Kinds] = []  # the last calls that were traced
@@ -192,9 +192,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
             pass
         except Exception as problem:
             error = problem
-        return self.call(args, kwargs, error)
+        try:
+            return self.call(args, kwargs, error)
+        except Exception as problem:
+            _checks.show_user_frames(problem)
+            raise
 
-    @_checks.user_call
     def call(self, args: PyTree, kwargs: PyTree, error: Exception | None) -> Any:
         """Runs a call that is not like the last one, or has failed as if it was."""
         args, kwargs = self._by_place(args, kwargs)
@@ -225,7 +228,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return result
 
     def _again(
-        self, program: _Program, args: PyTree, kwargs: PyTree
+        self, program: _StepProgram, args: PyTree, kwargs: PyTree
     ) -> Callable[..., Any]:
         """Returns what runs calls like one with these arguments, and refuses others.
 
@@ -309,10 +312,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
-    ) -> _Program:
+    ) -> _StepProgram:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Program(treedef, list(map(layout_of, leaves)))
+        program = _StepProgram(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -340,12 +343,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         with _may_trace(program):
             return program.jitted.trace(*args, **kwargs)
 
-    def _traced(self, program: _Program | None, args: PyTree, kwargs: PyTree) -> Any:
+    def _traced(
+        self, program: _StepProgram | None, args: PyTree, kwargs: PyTree
+    ) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         why, now, call = "", None, None
         if program is None:
-            program = _Program(treedef, list(map(_jax.sharding_of, leaves)))
+            program = _StepProgram(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
             opened, call = _opened.get()
             if opened is not program or treedef != program.treedef:
@@ -478,7 +483,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
 
 @contextlib.contextmanager
-def _may_trace(program: _Program, call: PyTree = None) -> Iterator[None]:
+def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
     """Lets JAX trace a program inside: of a call's arguments, or to look at it."""
     token = _opened.set((program, call))
     try:

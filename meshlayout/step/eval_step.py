@@ -137,6 +137,7 @@ class PredictStep(StateStep[Any]):
     __name__ = "predict_step"
     _plan: PrecisionPolicy
 
+    @_checks.user_call
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: TrainState, batch: Batch
     ) -> Any:

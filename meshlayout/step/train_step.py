@@ -246,9 +246,12 @@ class StateStep(StepInspection, Generic[R]):
             pass
         except Exception as problem:
             error = problem
-        return self._run(state, batch, metrics, error)
+        try:
+            return self._run(state, batch, metrics, error)
+        except Exception as problem:
+            _checks.show_user_frames(problem)
+            raise
 
-    @_checks.user_call
     def _run(
         self,
         state: TrainState,

@@ -262,7 +262,7 @@ class Update:
         missing = {name: x for name, x in starts.items() if name not in state.extra}
         if not missing:
             return state
-        state._num_steps()  # refuses a used-up state, on which jit may crash
+        state._refuse_used_up()  # on which jit may crash
 
         def scalar(value: Leaf) -> Any:
             if isinstance(state.step, jax.ShapeDtypeStruct):  # an abstract state
