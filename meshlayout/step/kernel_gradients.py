@@ -32,12 +32,8 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
     Raises StepError where it would even if these were hidden from it. Inside another
-    jit layouts are known, and it is raised, when that is compiled.
-
-    Args:
-        windows: The convolutions and pooling of a step.
-        jaxpr: All of it.
-        call: The positional and the named arguments of the step, with their layouts.
+    jit layouts are known, and it is raised, when that is compiled. `windows` are the
+    convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
     (state, *rest), named = call
     batch = rest, named

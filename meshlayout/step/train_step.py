@@ -127,9 +127,6 @@ def make_train_step(
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
-    Raises:
-        MeshLayoutError: If an option is wrong.
-
     Examples:
         >>> import optax
         >>> from flax import nnx
@@ -159,7 +156,7 @@ def make_train_step(
     has_loss_scale = loss.policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
-    return TrainStep(plan, layouts, on_recompile)
+    return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,6 @@ class StateStep(StepInspection, Generic[R]):
     """
 
     __name__: str
-    _row_dim = 0  # of what a call takes
     _trains = False
     # What runs calls like the last one, with which empty metrics; and whether weights
     # come from the host, where they can be checked.
@@ -214,6 +210,7 @@ class StateStep(StepInspection, Generic[R]):
         plan: Any,  # what the kind of step needs besides
     ) -> None:
         self._function, self.weights, self._plan = function, weights, plan
+        self._row_dim = int(getattr(plan, "steps_per_call", 1) != 1)
         self._options = {"layouts": layouts, "on_recompile": on_recompile}
         CompiledStep(function, **self._options)  # checks them
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
@@ -359,13 +356,6 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
 
     __name__ = "train_step"
     _trains = True
-
-    def __init__(
-        self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
-    ) -> None:
-        loss = plan.loss
-        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
-        self._row_dim = int(plan.steps_per_call != 1)
 
     def prepare(self, state: TrainState[T]) -> TrainState[T]:
         """Returns the state with what this step's options keep in `state.extra`.
