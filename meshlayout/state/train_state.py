@@ -103,10 +103,6 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
-        Raises:
-            StateError: If the builder returns anything else, or cannot be traced.
-            LayoutMapError: If the rules disagree or do not fit.
-
         Examples:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
@@ -176,10 +172,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return "?" if is_abstract else int(self.step)
 
     def _refuse_used_up(self) -> None:
-        step = self.step
-        is_traced = isinstance(step, Tracer)
         # A step donates all arrays or none.
-        if isinstance(step, jax.Array) and not is_traced and step.is_deleted():
+        if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
             msg = (
                 "a step has used up this state: it reused its memory. Continue with "
                 "the state that the step returned, or pass the step a copy: "
@@ -216,9 +210,6 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
             model: The model after its forward pass, to take `model_state` from.
-
-        Raises:
-            StateError: If structures or shapes differ from `params` or `model_state`.
         """
         self._refuse_used_up()
         if isinstance(grads, nnx.State):

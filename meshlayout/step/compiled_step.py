@@ -116,8 +116,9 @@ class _StepProgram:
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        is_cpu = all(device.platform == "cpu" for device in self.devices)
-        self.is_bounded = self.is_spread and is_cpu
+        self.is_bounded = self.is_spread and {x.platform for x in self.devices} == {
+            "cpu"
+        }
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
@@ -139,9 +140,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     one that came in, if an array was used up before or would be donated twice; and with
     `on_recompile="error"` if a new program would be needed. With `donate=False` there
     is no state: nothing is donated, and the function may return anything.
-
-    Attributes:
-        function: The function, whose `static_argnames` are not arrays.
     """
 
     def __init__(
@@ -176,9 +174,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
-        options = {**self._options, "donate": self._donates}
-        options |= {"static_argnames": self.static_argnames}
-        return functools.partial(CompiledStep, self.function, **options), ()
+        options = {**self._options, "static_argnames": self.static_argnames}
+        make = functools.partial(CompiledStep, donate=self._donates, **options)
+        return make, (self.function,)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
@@ -240,7 +238,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         jitted, flatten, ref = program.jitted, default_registry.flatten, weakref.ref
         if not program.is_spread:  # where JAX itself refuses them
             return jitted
-        leaves, num_donated = flatten((args, kwargs))[0], self._num_donated(args)
+        leaves = flatten((args, kwargs))[0]
+        num_donated = len(flatten(args[: self._donates])[0])
         types = [*map(type, leaves)]
         # Not of PRNG keys, which have to look for where they are, and are whole.
         is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
@@ -385,8 +384,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
             result = run_without(hidden, inner) if hidden else inner()
         if self._donates:
-            shapes, count = [*map(jnp.shape, leaves)], self._num_donated(args)
-            program.may_share |= not {*shapes[:count]}.isdisjoint(shapes[count:])
+            shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}
+            others = map(jnp.shape, jax.tree.leaves((args[1:], kwargs)))
+            program.may_share |= not shapes.isdisjoint(others)
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
@@ -426,19 +426,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
         donated = {*map(id, jax.tree.leaves(state))}
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
-            msg, other = "", owners.setdefault(id(leaf), name)
+            fact, other = "", owners.setdefault(id(leaf), name)
             if getattr(leaf, "is_deleted", bool)():
-                msg = (
-                    f"{self.__name__}: {name!r} was used up by an earlier call of a "
-                    "step. Continue with the state that the step returned."
-                )
+                fact = f"{name!r} was used up by an earlier call of a step. Continue"
+                fact += " with the state that the step returned."
             elif name != other and isinstance(leaf, jax.Array) and id(leaf) in donated:
-                msg = (
-                    f"{self.__name__}: {other!r} and {name!r} are the same array, "
-                    "whose memory the step reuses. Copy one with jax.numpy.copy."
-                )
-            if msg:
-                raise StepError(msg) from None
+                fact = f"{other!r} and {name!r} are the same array, whose memory the"
+                fact += " step reuses. Copy one with jax.numpy.copy."
+            if fact:
+                raise StepError(f"{self.__name__}: {fact}") from None
 
     def _explain(self, now: Kinds) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
@@ -477,9 +473,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
-
-    def _num_donated(self, args: PyTree) -> int:
-        return len(jax.tree.leaves(args[: self._donates]))
 
 
 @contextlib.contextmanager

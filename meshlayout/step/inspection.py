@@ -190,17 +190,16 @@ def _layout_text(layout: Any) -> str:
     return str(layout or "no layout of its own")
 
 
-def _kind_text(kind: Any) -> str:
-    return kind if isinstance(kind, str) else _render.array_text(*kind)
-
-
 def changes_of(before: Kinds, now: Kinds) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
     changes = []
     for name in dict.fromkeys([*now, *before]):
-        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
+        (old, here), (new, there) = (
+            x.get(name, ("nothing", "")) for x in (before, now)
+        )
         if old != new:
-            old, new = (_kind_text(x) or "nothing" for x in (old, new))
+            text = _render.array_text
+            old, new = (x if isinstance(x, str) else text(*x) for x in (old, new))
             changes.append(f"{name} changed from {old} to {new}")
         elif (here := _layout_text(here)) != (there := _layout_text(there)):
             changes.append(f"the layout of {name} changed from {here} to {there}")

@@ -195,8 +195,7 @@ class StateStep(StepInspection, Generic[R]):
 
     __name__: str
     _trains = False
-    # What runs calls like the last one, with which empty metrics; and whether weights
-    # come from the host, where they can be checked.
+    # Runs calls like the last one, from empty metrics; weights may have to be checked.
     _again: Callable[..., Any] | None = None
     _start: Metrics | None = None
     _has_host_weights = False
@@ -226,10 +225,7 @@ class StateStep(StepInspection, Generic[R]):
     ) -> R:
         """Runs the step on a batch, which is sharded if it comes from the host.
 
-        Raises:
-            StepError: If the state, the batch or the metrics do not fit, or if several
-                devices would all compute the same.
-            LossError: If what the loss function returns does not fit the batch.
+        Several devices that would all compute the same are a StepError.
         """
         error = None
         try:  # to look all up again would take Python longer than a small step
@@ -244,25 +240,19 @@ class StateStep(StepInspection, Generic[R]):
         except Exception as problem:
             error = problem
         try:
-            return self._run(state, batch, metrics, error)
+            return self._run((state, batch, metrics), error)
         except Exception as problem:
             _checks.show_user_frames(problem)
             raise
 
-    def _run(
-        self,
-        state: TrainState,
-        batch: Batch,
-        metrics: Metrics | None,
-        error: Exception | None,
-    ) -> Any:
+    def _run(self, args: tuple[Any, ...], error: Exception | None) -> Any:
         """Runs a call that is not like the last one, or has failed as if it was."""
-        compiled, args, start = self._call_of(state, batch, metrics)
-        result = compiled.call(args, {}, error) if error else compiled(*args)
+        compiled, placed, start = self._call_of(*args)
+        result = compiled.call(placed, {}, error) if error else compiled(*placed)
         if not _jax.is_tracing():
-            self._again = compiled.again if args[1] is batch else None
+            self._again = compiled.again if placed[1] is args[1] else None
             self._start = start
-            self._has_host_weights = isinstance(self._weights(batch), np.ndarray)
+            self._has_host_weights = isinstance(self._weights(args[1]), np.ndarray)
         return result
 
     def without_layouts(self) -> Self:
@@ -275,10 +265,7 @@ class StateStep(StepInspection, Generic[R]):
     def trace(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does.
-
-        Arrays may be `jax.ShapeDtypeStruct` with shardings.
-        """
+        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         compiled, args, _ = self._call_of(state, batch, metrics)
         return compiled.trace(*args)
 
@@ -324,10 +311,8 @@ class StateStep(StepInspection, Generic[R]):
         sharding: Any = _jax.sharding_of(state.step)
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
-        empty = measured.empty()
-        if sharding is None:  # inside another jit
-            return empty
-        return jax.tree.map(lambda x: _jax.put(x, sharding), empty)
+        empty, is_nested = measured.empty(), sharding is None  # inside another jit
+        return jax.tree.map(lambda x: x if is_nested else _jax.put(x, sharding), empty)
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Returns the state and the batch as the compiled function takes them."""

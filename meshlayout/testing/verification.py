@@ -1,4 +1,4 @@
-"""`verify`: a step on a mesh and on one device; and expected layouts and collectives."""
+"""`verify`: a step on a mesh and on one device; expected layouts and collectives."""
 
 import re
 from collections.abc import Callable
@@ -102,9 +102,6 @@ def verify(
         atol: Absolute tolerance; by default 1.5e-8 and the measured effect of rounding.
         num_steps: The number of steps, each from the state of the previous one.
         **kwargs: Further arguments of the step, by name.
-
-    Raises:
-        VerificationError: If a leaf differs, or there is nothing to compare.
 
     Examples:
         >>> import meshlayout as ml

@@ -121,7 +121,6 @@ class TrainerInput:
         self._number = self._num_done = 0  # batches of the epoch; before a resume
         self.size = 0  # rows of the first batch
         self._ones: Any = None  # the weights of a batch without padding
-        self._has_told = False  # which key the examples are weighted by
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
@@ -195,7 +194,7 @@ class TrainerInput:
             _batches.check_weights_key(batch, self._key)
             return PlacedBatch(batch, num_examples(batch))
         check_batch(batch, self._key)
-        if not self._has_told:
+        if self._number == 1:
             self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
@@ -274,7 +273,6 @@ class TrainerInput:
 
     def _tell_of_weights(self, batch: Batch) -> None:
         """Says once that an entry which looks like weights is not taken for them."""
-        self._has_told = True
         has_weights = get_weights(batch, self._key) is not None
         # What other libraries call them, and where Keras has them in a tuple.
         names = ("weights", "sample_weight", "sample_weights", 2)
