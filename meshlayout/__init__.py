@@ -29,8 +29,9 @@ _NAMES = {
     "parallel": "zero_rule",
     "pictures": "visualize",
     "planning": "doctor plan",
-    "state": "PrecisionPolicy TrainState create describe optimizer_by_path scope",
-    "step": "compile_step make_eval_step make_predict_step make_train_step",
+    "state": "TrainState create describe optimizer_by_path scope",
+    "step": "PrecisionPolicy compile_step make_eval_step make_predict_step "
+    "make_train_step",
     "trainer": "History Trainer callbacks",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
     from meshlayout.pictures import visualize as visualize
     from meshlayout.planning import doctor as doctor, plan as plan
     from meshlayout.state import (
-        PrecisionPolicy as PrecisionPolicy,
         TrainState as TrainState,
         create as create,
         describe as describe,
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         scope as scope,
     )
     from meshlayout.step import (
+        PrecisionPolicy as PrecisionPolicy,
         compile_step as compile_step,
         make_eval_step as make_eval_step,
         make_predict_step as make_predict_step,

@@ -69,7 +69,8 @@ def num_row_shards(layout: Layout) -> int:
 
 def num_examples(batch: Batch) -> int:
     """Returns the number of rows of a batch, including padding; scalars have none."""
-    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) == 1:
         return sizes.pop()
     if not sizes:
@@ -77,9 +78,9 @@ def num_examples(batch: Batch) -> int:
         raise StepError(msg)
     # Paths are only needed for the message: finding them takes longer than a step.
     names: dict[int, str] = {}
-    for leaf in _paths.flatten(batch).leaves:
-        if np.ndim(leaf.value):
-            names.setdefault(np.shape(leaf.value)[0], leaf.path or "the batch")
+    for leaf, shape in zip(_paths.flatten(batch).leaves, shapes, strict=True):
+        if shape:
+            names.setdefault(shape[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
     msg = (
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "

@@ -86,7 +86,7 @@ def test_a_reader_has_few_files_to_open():
         check=True,
     )
     counts = dict(re.findall(r"(\w+): (\d+) files", run.stdout))
-    limits = {"train_step": 21, "restore": 8, "batch": 14}
+    limits = {"train_step": 12, "restore": 8, "batch": 14}
     assert {way: int(counts[way]) <= limit for way, limit in limits.items()} == (
         dict.fromkeys(limits, True)
     ), counts

@@ -17,7 +17,7 @@ from flax import linen as nn, nnx
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
-from meshlayout.step.interception import ModuleCall, intercepting, weight_mask
+from meshlayout.step.model_call import ModuleCall, intercepting, weight_mask
 
 
 @contextlib.contextmanager

@@ -24,12 +24,6 @@ class _Window(NamedTuple):
     num_outputs: int
 
 
-def is_window(eqn: Equation) -> bool:
-    """Returns whether an operation is a convolution or pooling, or a gradient of it."""
-    is_convolution = eqn.primitive.name == "conv_general_dilated"
-    return is_convolution or "window_dimensions" in eqn.params
-
-
 def is_sure(eqn: Equation, shards: Mapping[int, int]) -> bool:
     """Returns whether XLA is right for so many shards, but for gradients of kernels."""
     is_pooling = "window_dimensions" in eqn.params

@@ -25,7 +25,8 @@ from meshlayout.layout import AnyMesh, Layout
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
 from meshlayout.planning.chips import describe_devices, memory_refusal
-from meshlayout.step.inspection import StepInspection, StepMemory, layout_of
+from meshlayout.step.compiled_step import layout_of
+from meshlayout.step.inspection import StepInspection, StepMemory
 
 
 @dataclass(frozen=True, repr=False)

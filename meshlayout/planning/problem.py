@@ -22,7 +22,7 @@ from meshlayout.state import TrainState
 from meshlayout.state.creation import place
 from meshlayout.state.train_state import Optimizer
 from meshlayout.step import make_train_step
-from meshlayout.step.interception import Remat, _block_paths
+from meshlayout.step.model_call import Remat, _block_paths
 
 
 class Problem:

@@ -6,7 +6,6 @@ from meshlayout.state.creation import (
     describe as describe,
 )
 from meshlayout.state.model_scope import scope as scope
-from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy
 from meshlayout.state.train_state import (
     TrainState as TrainState,
     optimizer_by_path as optimizer_by_path,

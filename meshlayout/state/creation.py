@@ -151,7 +151,6 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     Raises:
         StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
             returns nothing.
-        LayoutMapError: If the rules disagree or do not fit.
 
     Examples:
         >>> import meshlayout as ml

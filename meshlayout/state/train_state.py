@@ -103,10 +103,6 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
-        Raises:
-            StateError: If the builder returns anything else, or cannot be traced.
-            LayoutMapError: If the rules disagree or do not fit.
-
         Examples:
             >>> import meshlayout as ml
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
@@ -161,7 +157,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         arrays are in `params` and `model_state`. A Linen module is bound with its other
         collections mutable; read them back with `model_state_of`.
         """
-        self._num_steps()
+        self._refuse_used_up()
         code = self.program
         if code.graphdef is None:
             variables = {"params": self.params, **self.model_state}
@@ -171,18 +167,19 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def _num_steps(self) -> int | str:
         """Returns the step, `"?"` if it has no value; refuses a used-up state."""
-        step = self.step
-        if isinstance(step, (Tracer, jax.ShapeDtypeStruct, Layout)):
-            return "?"
+        self._refuse_used_up()
+        is_abstract = isinstance(self.step, (Tracer, jax.ShapeDtypeStruct, Layout))
+        return "?" if is_abstract else int(self.step)
+
+    def _refuse_used_up(self) -> None:
         # A step donates all arrays or none.
-        if isinstance(step, jax.Array) and step.is_deleted():
+        if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
             msg = (
                 "a step has used up this state: it reused its memory. Continue with "
                 "the state that the step returned, or pass the step a copy: "
                 "jax.tree.map(jnp.copy, state)."
             )
             raise StateError(msg)
-        return int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays that are not parameters, for `model_state`.
@@ -213,10 +210,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
             model: The model after its forward pass, to take `model_state` from.
-
-        Raises:
-            StateError: If structures or shapes differ from `params` or `model_state`.
         """
+        self._refuse_used_up()
         if isinstance(grads, nnx.State):
             grads = nnx.to_pure_dict(grads)
         _check_like("the gradients", grads, "state.params", self.params)

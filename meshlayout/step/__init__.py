@@ -11,6 +11,7 @@ from meshlayout.step.eval_step import (
     make_predict_step as make_predict_step,
 )
 from meshlayout.step.inspection import StepMemory as StepMemory
+from meshlayout.step.model_call import PrecisionPolicy as PrecisionPolicy
 from meshlayout.step.train_step import (
     TrainStep as TrainStep,
     make_train_step as make_train_step,

@@ -10,19 +10,19 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
-from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
@@ -30,7 +30,7 @@ from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.inspection import StepInspection, layout_of, mesh_text
+from meshlayout.step.inspection import Kinds, StepInspection, changes_of
 from meshlayout.step.kernel_gradients import axes_to_hide
 
 
@@ -42,14 +42,12 @@ OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 # Virtual CPU devices share one thread pool. With many collectives queued, the last
 # participant of one finds no thread, and XLA ends the process after 40 seconds.
 _MAX_IN_FLIGHT = 8
+_num_in_flight = 0  # the last calls of all steps
 
 _OTHER_CHANGE = (
     "no shape, dtype or layout, but the state's code (a new model or optimizer), its "
     "devices, a Python number for an array, the active layout map or a JAX setting"
 )
-
-# Type and layout of every argument of a call, by name.
-_Seen: TypeAlias = dict[str, tuple[str, str]]
 
 
 @overload
@@ -107,72 +105,31 @@ def compile_step(
     return make if step is None else make(step)
 
 
-class _Jitted:
+class _StepProgram:
     """The jitted function for one structure of the arguments and one set of layouts."""
 
     def __init__(self, treedef: PyTree, layouts: list[Any]) -> None:
         self.treedef, self.layouts, self.mesh = treedef, layouts, _mesh_of(layouts)
         self.key = treedef, *map(_key, layouts)
         self.jitted: Any = None
-        # Of the last call: where its arrays were, without PRNG keys, which have to look
-        # for that and are whole; and how many leaves were the state's.
-        self.types: list[type] = []
-        self.shardings: list[Any] = []
-        self.is_compared: list[bool] = []
-        self.num_donated = 0
-        # Of a TrainState's program: a weak reference to the state that the last call
-        # returned, its metrics, where other arguments were, and the state's shapes.
-        self.has_state, self.metrics = False, cast(Any, None)
-        self.state: Callable[[], object] = object  # like no other
-        self.other_shardings: list[Any] = []
-        self.shapes: set[Any] = set()
-        self.arguments: Any = None  # of a call, while it is under way
+        self.may_share = False  # an array with the state: one has a shape of its
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        is_cpu = all(device.platform == "cpu" for device in self.devices)
-        self.is_bounded = self.is_spread and is_cpu
+        self.is_bounded = self.is_spread and {x.platform for x in self.devices} == {
+            "cpu"
+        }
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
 
-    def goes_on(self, *args: Any) -> bool:
-        """Returns whether a call goes on where its last one ended, in a loop.
 
-        That passes on a TrainState and metrics, whose arrays the program has made: one
-        of them tells whether the state was used up. Others have to be looked at.
-        """
-        if args[0] is not self.state():
-            return False
-        has_metrics = self.metrics is not None and args[-1] is self.metrics
-        leaves, _ = default_registry.flatten(args[1:-1] if has_metrics else args[1:])
-        try:
-            if [leaf.sharding for leaf in leaves] != self.other_shardings:
-                return False
-            for leaf in leaves if self.is_spread else ():  # else, JAX refuses them
-                if leaf.is_deleted() or leaf.shape in self.shapes:
-                    return False
-        except AttributeError:  # of what is no array now
-            return False
-        return not (self.is_spread and args[0].step.is_deleted())
+class OtherProgramError(Exception):
+    """A call is not like the last one, or JAX would trace; nothing has run."""
 
-    def is_like_last(self, args: PyTree, kwargs: PyTree) -> bool:
-        """Returns, fast, whether the arrays of a call are where those of the last were.
 
-        JAX would compile again without a word, or (0.10) end the process for an array
-        that was used up or is donated twice.
-        """
-        leaves, _ = default_registry.flatten((args, kwargs))
-        compared = [*compress(leaves, self.is_compared)]
-        donated, rest = leaves[: self.num_donated], leaves[self.num_donated :]
-        ids = {*map(id, donated)}
-        return (
-            [*map(type, leaves)] == self.types
-            and [leaf.sharding for leaf in compared] == self.shardings
-            and not any(map(_jax.is_deleted, compared))
-            and len(ids) == len(donated)
-            and ids.isdisjoint(map(id, rest))
-        )
+# The program that JAX may trace now, and the arguments of the call that needs it.
+_opened: ContextVar[Any] = ContextVar("_opened", default=(None, None))
 
 
 class CompiledStep(StepInspection, Generic[P, R]):
@@ -183,9 +140,6 @@ class CompiledStep(StepInspection, Generic[P, R]):
     one that came in, if an array was used up before or would be donated twice; and with
     `on_recompile="error"` if a new program would be needed. With `donate=False` there
     is no state: nothing is donated, and the function may return anything.
-
-    Attributes:
-        function: The function, whose `static_argnames` are not arrays.
     """
 
     def __init__(
@@ -212,104 +166,155 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
         self._inner: Any = jax.jit(step, static_argnames=self.static_argnames)
-        self._programs: dict[Any, _Jitted] = {}
-        self.last: _Jitted | None = None
+        self._programs: dict[Any, _StepProgram] = {}
+        self._last: _StepProgram | None = None
+        self.again: Callable[..., Any] | None = None  # runs calls like the last one
         self.called: Any = None  # the program and types of the last call traced
-        self._seen: list[_Seen] = []  # the last calls that were traced
-        self._was_called = False
-        self._in_flight = 0
+        self._seen: list[Kinds] = []  # the last calls that were traced
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled programs belong to this process; a copy compiles its own.
-        options = {**self._options, "donate": self._donates}
-        options |= {"static_argnames": self.static_argnames}
-        return functools.partial(CompiledStep, self.function, **options), ()
+        options = {**self._options, "static_argnames": self.static_argnames}
+        make = functools.partial(CompiledStep, donate=self._donates, **options)
+        return make, (self.function,)
 
-    @_checks.user_call
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; the state, which comes first, is used up."""
-        if kwargs or not args:  # by name or by place is one program
-            args, kwargs = self._by_place(args, kwargs)
+        error = None
+        try:
+            if kwargs or not args:  # by name or by place is one program
+                args, kwargs = cast(Any, self._by_place(args, kwargs))
+            if self.again is not None and not _jax.is_tracing():
+                return self.again(*args, **kwargs)
+        except OtherProgramError:
+            pass
+        except Exception as problem:
+            error = problem
+        try:
+            return self.call(args, kwargs, error)
+        except Exception as problem:
+            _checks.show_user_frames(problem)
+            raise
+
+    def call(self, args: PyTree, kwargs: PyTree, error: Exception | None) -> Any:
+        """Runs a call that is not like the last one, or has failed as if it was."""
+        args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
             return self._traced(None, args, kwargs)
-        program = self.last
-        if program is None or (
-            program.is_spread
-            and (kwargs or not program.goes_on(*args))
-            and not program.is_like_last(args, kwargs)
-        ):
-            program, args = self._switch(args, kwargs)
-        return self.run(program, args, kwargs)
-
-    def run(self, program: _Jitted, args: PyTree, kwargs: PyTree) -> Any:
-        """Runs a program of this step."""
-        program.arguments = (args, kwargs)
-        if program.is_shared:
-            counts.steps += 1
-        try:
-            result = program.jitted(*args, **kwargs)
-        except Exception as error:
-            counts.steps -= program.is_shared
-            leaves = jax.tree.leaves((args, kwargs))
-            is_gone = any(getattr(leaf, "is_deleted", bool)() for leaf in leaves)
-            # JAX refuses arrays that were used up. A call that fails otherwise with its
-            # arrays gone has run, as collectives do when a process is lost.
-            if is_gone and ("deleted" not in str(error) or error.__context__):
-                raise
-            self._check(args, kwargs)
-            if isinstance(error, StepError) or self._program(args, kwargs) is program:
-                raise
-        else:
-            self._was_called = True
-            if program.has_state:
-                state, aux = result
-                program.state = weakref.ref(state)
-                program.metrics = aux if type(aux) is Metrics else None
-            if program.is_bounded:
-                self._in_flight += 1
-                if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-                    self._in_flight = 0
-                    # One array will do: a program's results are ready together.
-                    one = result[0].step if program.has_state else result
-                    default_registry.flatten(one)[0][0].block_until_ready()
-            return result
-        finally:
-            program.arguments = None
-        # It was refused as other devices or another structure need another program.
-        self.last, call = None, cast(Any, self)
-        return call(*args, **kwargs)
-
-    def _switch(self, args: PyTree, kwargs: PyTree) -> tuple[_Jitted, Any]:
-        """Returns the program for a call, and its arguments, the state on a mesh."""
+        leaves = jax.tree.leaves((args, kwargs))
+        # JAX refuses arrays that were used up. A call that fails otherwise with its
+        # arrays gone has run, as collectives do when a process is lost.
+        is_other = error and ("deleted" not in str(error) or error.__context__)
+        if is_other and any(getattr(x, "is_deleted", bool)() for x in leaves):
+            raise cast(Exception, error)
         self._check(args, kwargs)
-        mesh = _mesh_of(map(layout_of, jax.tree.leaves((args, kwargs))))
+        mesh = _mesh_of(map(layout_of, leaves))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
             whole = NamedSharding(mesh, PartitionSpec())
-            args = (
-                jax.tree.map(
-                    lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
-                ),
-                *args[1:],
+            state = jax.tree.map(
+                lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
             )
-        program = self.last = self._program(args, kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
-        program.types = [*map(type, leaves)]
-        program.is_compared = [issubclass(x, _jax.ArrayImpl) for x in program.types]
-        program.shardings = [x.sharding for x in compress(leaves, program.is_compared)]
-        program.num_donated = len(jax.tree.leaves(args[: self._donates]))
-        program.has_state = self._donates and type(args[0]) is TrainState
-        program.state, program.metrics = object, None
-        # Metrics are new now, and the last ones at the next call.
-        others = args[1:-1] if type(args[-1]) is Metrics else args[1:]
-        program.other_shardings = [*map(_jax.sharding_of, jax.tree.leaves(others))]
-        return program, args
+            args = (state, *args[1:])
+        program = self._program(args, kwargs)
+        if error and program is self._last:  # else, on other devices it may succeed
+            raise error
+        again, seen = self._again(program, args, kwargs), self._seen
+        with _may_trace(program, (args, kwargs)):
+            result = again(*args, **kwargs)
+        # After a trace, what the next call is given may be on a mesh by then.
+        self._last, self.again = program, again if self._seen is seen else None
+        return result
+
+    def _again(
+        self, program: _StepProgram, args: PyTree, kwargs: PyTree
+    ) -> Callable[..., Any]:
+        """Returns what runs calls like one with these arguments, and refuses others.
+
+        A loop passes on a TrainState and metrics, whose arrays the program has made:
+        one of them tells whether the state was used up. Others have to be looked at,
+        as JAX would compile again without a word, or (0.10, on several devices) end the
+        process for an array that was used up or is donated twice.
+        """
+        jitted, flatten, ref = program.jitted, default_registry.flatten, weakref.ref
+        if not program.is_spread:  # where JAX itself refuses them
+            return jitted
+        leaves = flatten((args, kwargs))[0]
+        num_donated = len(flatten(args[: self._donates])[0])
+        types = [*map(type, leaves)]
+        # Not of PRNG keys, which have to look for where they are, and are whole.
+        is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
+        shardings = [x.sharding for x in compress(leaves, is_compared)]
+        is_shared, is_bounded = program.is_shared, program.is_bounded
+        is_loop = type(args[0]) is TrainState and not (program.may_share or kwargs)
+        is_donated, is_first = is_loop and self._donates, True
+        last: Callable[[], object] = ref(args[0]) if is_loop else object
+        first = metrics = args[-1] if type(args[-1]) is Metrics else None
+        others = args[1:-1] if first or args[-1] is None else args[1:]
+        # To flatten them takes JAX longer than all else here.
+        is_flat = all(isinstance(x, jax.Array) for x in others)
+        is_dict = len(others) == 1 and type(others[0]) is dict
+        is_dict = is_dict and {*map(type, others[0].values())} == {_jax.ArrayImpl}
+        other_leaves = others[0].values() if is_dict else flatten(others)[0]
+        other_shardings = [*map(_jax.sharding_of, other_leaves)]
+
+        def is_like_last(*call: PyTree) -> bool:
+            leaves = flatten(call)[0]
+            compared = [*compress(leaves, is_compared)]
+            ids = {*map(id, leaves[:num_donated])}
+            return (
+                [*map(type, leaves)] == types
+                and [x.sharding for x in compared] == shardings
+                and not any(map(_jax.is_deleted, compared))
+                and len(ids) == num_donated
+                and ids.isdisjoint(map(id, leaves[num_donated:]))
+            )
+
+        def again(state: Any, *rest: Any, **kwargs: Any) -> Any:
+            global _num_in_flight
+            nonlocal last, metrics, is_first
+            is_next = state is last() and not state.step.is_deleted()
+            if is_next:
+                is_known = rest and (rest[-1] is metrics or rest[-1] is first)
+                leaves: Any = rest[:-1] if is_known else rest
+                try:
+                    if not is_flat:
+                        leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
+                    for x, sharding in zip(leaves, other_shardings, strict=True):
+                        if x.sharding != sharding or x.is_deleted():
+                            is_next = False
+                except (AttributeError, ValueError):  # of what is no array; of others
+                    is_next = False
+            if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
+                raise OtherProgramError
+            is_first = False
+            if is_shared:
+                counts.steps += 1
+            try:
+                result = jitted(state, *rest, **kwargs)
+            except Exception:
+                counts.steps -= is_shared
+                raise
+            if is_donated:
+                last, aux = ref(result[0]), result[1]
+                metrics = aux if type(aux) is Metrics else None
+            if is_bounded:
+                _num_in_flight += 1
+                if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+                    _num_in_flight = 0
+                    # One array will do: a program's results are ready together.
+                    one = result[0].step if is_donated else result
+                    for leaf in flatten(one)[0][:1]:
+                        leaf.block_until_ready()
+            return result
+
+        return again
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True
-    ) -> _Jitted:
+    ) -> _StepProgram:
         """Returns the program for arguments, which may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        program = _Jitted(treedef, list(map(layout_of, leaves)))
+        program = _StepProgram(treedef, list(map(layout_of, leaves)))
         # Processes compare what a call traces, and may not all trace for a look at it.
         if is_call or not program.has_peers:
             program = self._programs.setdefault(program.key, program)
@@ -334,52 +339,58 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Traces the step for these arguments, as `jax.jit(...).trace` does."""
         args, kwargs = self._by_place(args, kwargs)
         program = self._program(args, kwargs, is_call=False)
-        return program.jitted.trace(*args, **kwargs)
+        with _may_trace(program):
+            return program.jitted.trace(*args, **kwargs)
 
-    def _traced(self, program: _Jitted | None, args: PyTree, kwargs: PyTree) -> Any:
+    def _traced(
+        self, program: _StepProgram | None, args: PyTree, kwargs: PyTree
+    ) -> Any:
         """Runs the step inside a program's trace; without one, inside any other."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        why, now, is_compared = "", None, False
+        why, now, call = "", None, None
         if program is None:
-            program = _Jitted(treedef, list(map(_jax.sharding_of, leaves)))
+            program = _StepProgram(treedef, list(map(_jax.sharding_of, leaves)))
         elif any(isinstance(x, Tracer) for x in leaves):  # jax_debug_nans gives arrays
-            if treedef != program.treedef:
-                raise TypeError("the program is for another structure")
-            now = self._texts(args, kwargs, program.layouts)
+            opened, call = _opened.get()
+            if opened is not program or treedef != program.treedef:
+                raise OtherProgramError
+            now = self._kinds(args, kwargs, program.layouts)
             if tx := getattr((*args, None)[0], "tx", None):
-                now["the optimizer"] = f"one made at {id(tx):#x}", ""  # by optax.adam
-            if program.arguments is not None:  # else, it is only looked at
+                now["the optimizer"] = f"one made at {id(tx):#x}", None  # by optax.adam
+            if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
-                why = self._explain(now) if self._was_called else ""
-                is_compared = True
-        (state, *rest), named = treedef.unflatten(map(_placed, leaves, program.layouts))
+                why = self._explain(now) if self._last else ""
         layouts = self._options["layouts"]
         scope = activate(layouts) if layouts else contextlib.nullcontext()
+        inner = functools.partial(self._inner, *args, **kwargs)
         with _jax.ambient_mesh(program.mesh), scope:
             # Until all agree, it is behind those that run this call already.
-            num_steps = int(is_compared and program.is_shared)
+            num_steps = int(call is not None and program.is_shared)
             counts.steps -= num_steps
             try:
                 jaxpr = self._inner.trace(*args, **kwargs).jaxpr
-                hidden = axes_to_hide(jaxpr.jaxpr, state, (rest, named))
-                if is_compared:
-                    facts = functools.partial(self._facts, program.arguments, jaxpr)
+                if call is not None and program.has_peers:
+                    constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
+                    named = {f"constant {i}": x for i, x in enumerate(constants)}
+                    named |= self._named(*call)
+                    facts = functools.partial(program_facts, named, str(jaxpr.jaxpr))
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
-            result = run_without(hidden, lambda: self._inner(*args, **kwargs))
+            windows = [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]
+            hidden = frozenset[str]()
+            if windows:
+                placed = treedef.unflatten(map(_placed, leaves, program.layouts))
+                hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
+            result = run_without(hidden, inner) if hidden else inner()
         if self._donates:
-            program.shapes |= set(map(jnp.shape, jax.tree.leaves(args[0])))
+            shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}
+            others = map(jnp.shape, jax.tree.leaves((args[1:], kwargs)))
+            program.may_share |= not shapes.isdisjoint(others)
             result = self._kept(args[0], result, program.layouts)
         if now is not None:
             self._seen = [*self._seen[-15:], now]
-            self.last = None  # what the next call is given may be on a mesh now
         return result
-
-    def _facts(self, arguments: PyTree, jaxpr: ClosedJaxpr) -> dict[str, str]:
-        constants = enumerate([*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)])
-        named = {f"constant {index}": value for index, value in constants}
-        return program_facts(self._named(*arguments) | named, str(jaxpr.jaxpr))
 
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
@@ -391,11 +402,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise StepError(msg)
         new, aux = result
         olds, treedef = jax.tree.flatten(old)
-        changes = _changes(*(self._texts((state,), {}) for state in (old, new)))
-        if changes or treedef != jax.tree.structure(new):
+        before, after = (self._kinds((state,), {}) for state in (old, new))
+        if before != after or treedef != jax.tree.structure(new):
+            changes = [*changes_of(before, after), "its containers changed"]
             msg = (
-                f"{self.__name__} returned another state than came in: "
-                f"{[*changes, 'its containers changed'][0]}. Return it in the "
+                f"{self.__name__} returned another state than came in: {changes[0]}. "
+                "Return it in the "
                 "structure, shapes and dtypes that it had: cast or reshape it back."
             )
             raise StepError(msg)
@@ -404,33 +416,30 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
-        if self._donates and _paths.holds_modules(args[:1]):
+        state = args[0] if self._donates else None
+        if type(state) is not TrainState and _paths.holds_modules(state):
             msg = (
                 f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
                 "Pass what nnx.split(module) gives, or a TrainState."
             )
             raise StepError(msg)
-        donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
+        donated = {*map(id, jax.tree.leaves(state))}
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
-            msg, other = "", owners.setdefault(id(leaf), name)
+            fact, other = "", owners.setdefault(id(leaf), name)
             if getattr(leaf, "is_deleted", bool)():
-                msg = (
-                    f"{self.__name__}: {name!r} was used up by an earlier call of a "
-                    "step. Continue with the state that the step returned."
-                )
+                fact = f"{name!r} was used up by an earlier call of a step. Continue"
+                fact += " with the state that the step returned."
             elif name != other and isinstance(leaf, jax.Array) and id(leaf) in donated:
-                msg = (
-                    f"{self.__name__}: {other!r} and {name!r} are the same array, "
-                    "whose memory the step reuses. Copy one with jax.numpy.copy."
-                )
-            if msg:
-                raise StepError(msg) from None
+                fact = f"{other!r} and {name!r} are the same array, whose memory the"
+                fact += " step reuses. Copy one with jax.numpy.copy."
+            if fact:
+                raise StepError(f"{self.__name__}: {fact}") from None
 
-    def _explain(self, now: _Seen) -> str:
+    def _explain(self, now: Kinds) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
-        change = [*changes, _OTHER_CHANGE][0]
+        changes = (changes_of(seen, now) for seen in self._seen)
+        change = [*min(changes, key=len, default=[]), _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)
@@ -438,21 +447,21 @@ class CompiledStep(StepInspection, Generic[P, R]):
             warnings.warn(line, RecompileWarning, stacklevel=stack_level())
         return change
 
-    def _texts(
+    def _kinds(
         self, args: PyTree, kwargs: PyTree, layouts: Sequence[Any] = ()
-    ) -> _Seen:
-        """Returns the types of arguments by name, and layouts if they are given."""
+    ) -> Kinds:
+        """Returns the kinds of arguments by name, and layouts if they are given."""
         treedef = jax.tree.structure((args, kwargs))
         layouts = layouts or [None] * treedef.num_leaves
-        on_mesh = self._named(*treedef.unflatten(map(_layout_text, layouts)))
+        on_mesh = self._named(*treedef.unflatten([x or "" for x in layouts]))
 
-        def text(name: str, leaf: Leaf) -> str:
+        def kind(name: str, leaf: Leaf) -> Any:
             if name.partition("/")[0] in self.static_argnames:
                 return repr(leaf)
-            return _render.array_text(jax.typeof(leaf).dtype, jax.typeof(leaf).shape)
+            return jax.typeof(leaf).dtype, jax.typeof(leaf).shape
 
         named = self._named(args, kwargs)
-        return {name: (text(name, x), on_mesh[name]) for name, x in named.items()}
+        return {name: (kind(name, x), on_mesh[name]) for name, x in named.items()}
 
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
@@ -466,11 +475,36 @@ class CompiledStep(StepInspection, Generic[P, R]):
         return bound.args, bound.kwargs
 
 
+@contextlib.contextmanager
+def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
+    """Lets JAX trace a program inside: of a call's arguments, or to look at it."""
+    token = _opened.set((program, call))
+    try:
+        yield
+    finally:
+        _opened.reset(token)
+
+
+def layout_of(leaf: Leaf) -> Any:
+    """Returns the sharding of a leaf that is bound to one, else None."""
+    if isinstance(leaf, Tracer):  # the step is called inside another jit
+        return None
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     """Returns a traced array with its layout, which only the program knows."""
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+
+
+def _is_window(eqn: Equation) -> bool:
+    """Returns whether an operation is a convolution or pooling, or a gradient of it."""
+    is_convolution = eqn.primitive.name == "conv_general_dilated"
+    return is_convolution or "window_dimensions" in eqn.params
 
 
 def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:
@@ -503,22 +537,3 @@ def _key(layout: Sharding | None) -> Any:
     while spec and spec[-1] is None:
         spec.pop()
     return layout.mesh, *spec, layout.memory_kind
-
-
-def _layout_text(layout: Sharding | None) -> str:
-    if isinstance(layout, NamedSharding):
-        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
-    return "no layout of its own" if layout is None else str(layout)
-
-
-def _changes(before: _Seen, now: _Seen) -> list[str]:
-    """Returns what changed between two calls, one phrase each."""
-    changes = []
-    for name in dict.fromkeys([*now, *before]):
-        (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
-        if old != new:
-            text = f"{name} changed from {old or 'nothing'} to {new or 'nothing'}"
-            changes.append(text)
-        elif here != there:
-            changes.append(f"the layout of {name} changed from {here} to {there}")
-    return changes

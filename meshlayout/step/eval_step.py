@@ -14,9 +14,13 @@ from meshlayout._annotations import Batch
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.model_call import call_model
+from meshlayout.step.model_call import (
+    Precision,
+    PrecisionPolicy,
+    call_model,
+    parse_precision,
+)
 from meshlayout.step.objective import (
     Loss,
     check_function,
@@ -24,7 +28,7 @@ from meshlayout.step.objective import (
     merged,
     metrics_of_batch,
 )
-from meshlayout.step.state_step import StateStep
+from meshlayout.step.train_step import StateStep
 
 
 @_checks.user_call
@@ -62,7 +66,7 @@ def make_eval_step(
     return EvalStep(loss.loss_fn, loss.weights, layouts, on_recompile, loss)
 
 
-class EvalStep(StateStep):
+class EvalStep(StateStep[Metrics]):
     """A compiled eval step; made by `make_eval_step`.
 
     `eval_step(state, batch, metrics)` measures a batch, and adds it to earlier metrics
@@ -71,13 +75,6 @@ class EvalStep(StateStep):
 
     __name__ = "eval_step"
     _plan: Loss
-
-    @_checks.user_call
-    def __call__(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> Metrics:
-        """Measures one batch, added to metrics; raises as a train step does."""
-        return self._run(state, batch, metrics)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         loss = self._plan
@@ -131,7 +128,7 @@ def make_predict_step(
     return PredictStep(predict_fn, None, layouts, on_recompile, policy)
 
 
-class PredictStep(StateStep):
+class PredictStep(StateStep[Any]):
     """A compiled predict step; made by `make_predict_step`.
 
     `predictions = predict_step(state, batch)`. The state is not donated.
@@ -141,14 +138,16 @@ class PredictStep(StateStep):
     _plan: PrecisionPolicy
 
     @_checks.user_call
-    def __call__(self, state: TrainState, batch: Batch) -> Any:
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: TrainState, batch: Batch
+    ) -> Any:
         """Returns the model's predictions; raises StepError for what does not fit."""
-        return self._run(state, batch, None)
+        return super().__call__(state, batch)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         function, policy = self._function, self._plan
 
-        def predict_step(state: TrainState, batch: Batch) -> Any:
+        def predict_step(state: TrainState, batch: Batch, metrics: None) -> Any:
             rest = policy, state, state.rng
             return call_model(lambda x: function(x, batch), *rest, train=False)[0]
 

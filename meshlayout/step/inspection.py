@@ -5,15 +5,13 @@ import itertools
 import math
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Leaf
 from meshlayout.layout import AnyMesh
 from meshlayout.state import TrainState
 
@@ -21,6 +19,10 @@ from meshlayout.state import TrainState
 if TYPE_CHECKING:
     from meshlayout.hlo import Communication, Cost
     from meshlayout.planning import CompiledProgram
+
+
+# The dtype and shape (or text), and the layout, of every argument of a call, by name.
+Kinds: TypeAlias = dict[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,15 +179,28 @@ def _is_on_host(sharding: Sharding) -> bool:
     return "host" in kind and kind != default
 
 
-def layout_of(leaf: Leaf) -> Any:
-    """Returns the sharding of a leaf that is bound to one, else None."""
-    if isinstance(leaf, Tracer):  # the step is called inside another jit
-        return None
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-
-
 def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
     """Returns the axes of a mesh as `"batch=2, model=4"`."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def _layout_text(layout: Any) -> str:
+    if isinstance(layout, NamedSharding):
+        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
+    return str(layout or "no layout of its own")
+
+
+def changes_of(before: Kinds, now: Kinds) -> list[str]:
+    """Returns what changed between two calls, one phrase each."""
+    changes = []
+    for name in dict.fromkeys([*now, *before]):
+        (old, here), (new, there) = (
+            x.get(name, ("nothing", "")) for x in (before, now)
+        )
+        if old != new:
+            text = _render.array_text
+            old, new = (x if isinstance(x, str) else text(*x) for x in (old, new))
+            changes.append(f"{name} changed from {old} to {new}")
+        elif (here := _layout_text(here)) != (there := _layout_text(there)):
+            changes.append(f"the layout of {name} changed from {here} to {there}")
+    return changes

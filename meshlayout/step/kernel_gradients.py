@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
 from meshlayout.errors import StepError
-from meshlayout.exchange.halos import is_sure, is_window, may_shard
+from meshlayout.exchange.halos import is_sure, may_shard
 
 
 _Axes: TypeAlias = frozenset[str]
@@ -28,16 +28,15 @@ _Array: TypeAlias = tuple[
 ]  # its shape, each dim's axes
 
 
-def axes_to_hide(jaxpr: Any, state: PyTree, batch: PyTree) -> _Axes:
+def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes:
     """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
     Raises StepError where it would even if these were hidden from it. Inside another
-    jit layouts are known, and it is raised, when that is compiled.
+    jit layouts are known, and it is raised, when that is compiled. `windows` are the
+    convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
-    eqns = list(_jax.equations(jaxpr))
-    windows = list(filter(is_window, eqns))
-    if not windows:
-        return _Axes()
+    (state, *rest), named = call
+    batch = rest, named
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
@@ -48,7 +47,7 @@ def axes_to_hide(jaxpr: Any, state: PyTree, batch: PyTree) -> _Axes:
     # Besides the arguments, where the compiler has no choice.
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
-        for x in eqns
+        for x in _jax.equations(jaxpr)
         if x.primitive.name == "sharding_constraint"
     ]
 

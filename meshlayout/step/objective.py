@@ -22,13 +22,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import num_examples, weights_of
+from meshlayout._batches import (
+    check_weights_key,
+    get_weights,
+    num_examples,
+    weights_of,
+)
 from meshlayout.errors import LossError, MetricError, StepError, stack_level
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, PrecisionPolicy, parse_precision
-from meshlayout.step.interception import Interceptor, Remat, Rematting, weight_mask
-from meshlayout.step.model_call import call_model
+from meshlayout.step.model_call import (
+    Interceptor,
+    Precision,
+    PrecisionPolicy,
+    Remat,
+    Rematting,
+    call_model,
+    parse_precision,
+    weight_mask,
+)
 
 
 # The name of the loss function's own part in the metrics.
@@ -235,6 +247,22 @@ def merged(metrics: Metrics, measured: Metrics) -> Metrics:
         return leaf if mesh.empty else _jax.constrain(leaf, whole)
 
     return jax.tree.map(settled, metrics)
+
+
+def check_batch(batch: Batch, key: str | int | None) -> None:
+    """Raises StepError if the weights of a batch are elsewhere, or not weights."""
+    if key is None:
+        return
+    check_weights_key(batch, key)
+    weights = get_weights(batch, key)
+    # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
+    on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
+    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
+        msg = (
+            f"the weights of a batch must be finite and not negative; {key!r} has "
+            f"values from {weights.min()} to {weights.max()}."
+        )
+        raise StepError(msg)
 
 
 def check_function(name: str, where: str, function: Callable[..., Any]) -> None:

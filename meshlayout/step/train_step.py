@@ -1,38 +1,69 @@
 """`make_train_step`: the step that an expert would have written for the mesh.
 
 `_one_step` is all of it, from top to bottom; `objective` and `update` are its parts.
+How it is called is `StateStep`, which eval and predict steps share. A batch from the
+host is sharded over the batch axes of the state's mesh: every device would otherwise
+compute all of its rows, and nothing would say so. Then the function that is compiled
+for that mesh is called. The first call on a mesh traces it, for its empty metrics, and
+JAX keeps that trace for the call itself.
 """
 
+import copy
 import functools
+import logging
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Generic, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.core import Tracer
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
-from meshlayout._batches import marked_weights
+from meshlayout._batches import get_weights, marked_weights
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
-from meshlayout.state.precision import Precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, as_weak_as
-from meshlayout.step.interception import Remat
-from meshlayout.step.objective import Loss, make_loss, merged, metrics_of_batch
-from meshlayout.step.state_step import StateStep, check_batch, place_batch, row_sharding
+from meshlayout.step.compiled_step import (
+    CompiledStep,
+    OnRecompile,
+    OtherProgramError,
+    as_weak_as,
+    layout_of,
+)
+from meshlayout.step.inspection import StepInspection
+from meshlayout.step.model_call import Precision, Remat
+from meshlayout.step.objective import (
+    Loss,
+    check_batch,
+    make_loss,
+    merged,
+    metrics_of_batch,
+)
+from meshlayout.step.placement import check_divided, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
     OnNonfinite,
     Update,
     gradients_of,
     in_device_memory,
+    row_sharding,
     select,
 )
+
+
+R = TypeVar("R")
+
+_log = logging.getLogger("meshlayout")
+# Loss functions whose weighted batches were told of, by a train or an eval step.
+_told: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+# What a forward pass needs of a state; a step that trains takes all.
+_parts: weakref.WeakKeyDictionary[TrainState, TrainState] = weakref.WeakKeyDictionary()
 
 
 @_checks.user_call
@@ -96,9 +127,6 @@ def make_train_step(
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
-    Raises:
-        MeshLayoutError: If an option is wrong.
-
     Examples:
         >>> import optax
         >>> from flax import nnx
@@ -128,7 +156,7 @@ def make_train_step(
     has_loss_scale = loss.policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
-    return TrainStep(plan, layouts, on_recompile)
+    return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,151 @@ def _one_step(
     return new, metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
-class TrainStep(StateStep):
+class StateStep(StepInspection, Generic[R]):
+    """A step of a train state and a batch, compiled at its first call.
+
+    A step that measures nothing has no `weights`.
+    """
+
+    __name__: str
+    _trains = False
+    # Runs calls like the last one, from empty metrics; weights may have to be checked.
+    _again: Callable[..., Any] | None = None
+    _start: Metrics | None = None
+    _has_host_weights = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        weights: str | int | None,
+        layouts: LayoutMap | None,
+        on_recompile: OnRecompile,
+        plan: Any,  # what the kind of step needs besides
+    ) -> None:
+        self._function, self.weights, self._plan = function, weights, plan
+        self._row_dim = int(getattr(plan, "steps_per_call", 1) != 1)
+        self._options = {"layouts": layouts, "on_recompile": on_recompile}
+        CompiledStep(function, **self._options)  # checks them
+        self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
+        # Metrics are not donated: all calls that begin without any share these.
+        self._starts: dict[Hashable, Metrics | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled programs belong to this process; a copy compiles its own.
+        return {**vars(self), "_compiled": {}, "_starts": {}, "_again": None}
+
+    def __call__(
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
+    ) -> R:
+        """Runs the step on a batch, which is sharded if it comes from the host.
+
+        Several devices that would all compute the same are a StepError.
+        """
+        error = None
+        try:  # to look all up again would take Python longer than a small step
+            if self._again is not None and not _jax.is_tracing():
+                if self._has_host_weights or marked_weights.data:
+                    check_batch(batch, self.weights)
+                part = state if self._trains else _parts[state]
+                start = self._start if metrics is None else metrics
+                return self._again(part, batch, start)
+        except (OtherProgramError, KeyError):
+            pass
+        except Exception as problem:
+            error = problem
+        try:
+            return self._run((state, batch, metrics), error)
+        except Exception as problem:
+            _checks.show_user_frames(problem)
+            raise
+
+    def _run(self, args: tuple[Any, ...], error: Exception | None) -> Any:
+        """Runs a call that is not like the last one, or has failed as if it was."""
+        compiled, placed, start = self._call_of(*args)
+        result = compiled.call(placed, {}, error) if error else compiled(*placed)
+        if not _jax.is_tracing():
+            self._again = compiled.again if placed[1] is args[1] else None
+            self._start = start
+            self._has_host_weights = isinstance(self._weights(args[1]), np.ndarray)
+        return result
+
+    def without_layouts(self) -> Self:
+        """Returns the same step for states on any mesh, which follows no layout map."""
+        step = copy.copy(self)
+        step._options = {"layouts": None, "on_recompile": "ignore"}
+        return step
+
+    @_checks.user_call
+    def trace(
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
+    ) -> jax.stages.Traced:
+        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
+        compiled, args, _ = self._call_of(state, batch, metrics)
+        return compiled.trace(*args)
+
+    def _weights(self, batch: Batch) -> Any:
+        return None if self.weights is None else get_weights(batch, self.weights)
+
+    def _call_of(
+        self, state: TrainState, batch: Batch, metrics: Metrics | None
+    ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
+        """Returns what to call, with what, and the empty metrics."""
+        check_state(self.__name__, state)
+        state, placed = self._placed(state, batch)
+        key = self._key(state, placed)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile_for(key)
+            compiled.executable = self.executable
+            first = batch[0] if isinstance(batch, list) and batch else batch
+            weights = self._weights(first)
+            if isinstance(weights, np.ndarray) and self._function not in _told:
+                _told.add(self._function)
+                _log.warning("examples are weighted by %r of each batch.", self.weights)
+        program = key, state.program
+        start = self._starts.get(program)
+        if program not in self._starts:
+            start = self._started(compiled, state, placed)
+            if not isinstance(state.step, (jax.ShapeDtypeStruct, Tracer)):
+                self._starts[program] = start
+        return compiled, (state, placed, start if metrics is None else metrics), start
+
+    def _started(
+        self, compiled: CompiledStep[..., Any], state: TrainState, batch: Batch
+    ) -> Metrics | None:
+        """Traces the step on a new mesh, and returns its empty metrics there."""
+        traced = compiled.trace(state, batch, None)
+        rows = row_sharding(batch, self._row_dim)
+        if rows is None or rows.is_fully_replicated:
+            check_divided(state, batch, traced, self._row_dim)
+        if self.weights is None:
+            return None
+        out: Any = traced.out_info
+        measured = out[1] if isinstance(out, tuple) else out
+        sharding: Any = _jax.sharding_of(state.step)
+        if isinstance(state.step, jax.ShapeDtypeStruct):
+            return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
+        empty, is_nested = measured.empty(), sharding is None  # inside another jit
+        return jax.tree.map(lambda x: x if is_nested else _jax.put(x, sharding), empty)
+
+    def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        """Returns the state and the batch as the compiled function takes them."""
+        check_batch(batch, self.weights)
+        if state not in _parts:
+            _parts[state] = state.replace(opt_state=(), extra={})
+        return _parts[state], _placed(state, batch)
+
+    def _key(self, state: TrainState, batch: Batch) -> Hashable:
+        """Returns what needs a compiled function of its own."""
+        # To measure several models is no recompilation to warn of.
+        return _jax.sharding_of(state.step), state.program
+
+    def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
+        """Returns a compiled function, which takes None for the metrics, too."""
+        raise NotImplementedError
+
+
+class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     """A compiled train step; made by `make_train_step`.
 
     `state, metrics = train_step(state, batch)` returns the metrics of that step, and
@@ -168,36 +340,7 @@ class TrainStep(StateStep):
     """
 
     __name__ = "train_step"
-
-    def __init__(
-        self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
-    ) -> None:
-        loss = plan.loss
-        super().__init__(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
-        self._row_dim = int(plan.steps_per_call != 1)
-
-    @_checks.user_call
-    def __call__(
-        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
-    ) -> tuple[TrainState, Metrics]:
-        """Runs one step, and returns the next state and the metrics.
-
-        A batch on the host is sharded over the batch axes of the state's mesh.
-
-        Raises:
-            StepError: If the state, the batch or the metrics do not fit, or if several
-                devices would all compute the same.
-            LossError: If what the loss function returns does not fit the batch.
-        """
-        # To look all up again would take Python longer than a small step.
-        if self._last is not None and not _jax.is_tracing():
-            compiled, program, empty = self._last
-            if program.goes_on(state, batch, metrics):
-                if marked_weights.data:  # quicker to ask than itself
-                    check_batch(batch, self.weights)
-                args = state, batch, empty if metrics is None else metrics
-                return compiled.run(program, args, {})
-        return self._run(state, batch, metrics)
+    _trains = True
 
     def prepare(self, state: TrainState[T]) -> TrainState[T]:
         """Returns the state with what this step's options keep in `state.extra`.
@@ -212,10 +355,10 @@ class TrainStep(StateStep):
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)
         if is_list:
-            batch = [place_batch(state, part) for part in batch]
+            batch = [_placed(state, part) for part in batch]
         if self._row_dim:
-            batch = _stacked(batch, self._plan.steps_per_call)
-        return state, place_batch(state, batch, self._row_dim)
+            batch = stacked(batch, self._plan.steps_per_call)
+        return state, _placed(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
@@ -255,30 +398,20 @@ class TrainStep(StateStep):
         return CompiledStep(function, **self._options)
 
 
-def _stacked(batches: Batch, count: int) -> Batch:
-    """Returns the batches of one call, stacked in a dim before the rows."""
-    is_list = isinstance(batches, list)
-    dims = [(*jnp.shape(x), 0)[0] for x in jax.tree.leaves(batches)]
-    sizes = {len(batches)} if is_list else {*dims}
-    if sizes != {count}:
-        got = f"a list of {len(batches)}" if is_list else sorted(sizes)
-        msg = (
-            f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
-            f"first dim of {count}; this call was given {got}."
-        )
-        raise StepError(msg)
-    if is_list and isinstance(jax.tree.leaves(batches)[0], jax.ShapeDtypeStruct):
-        return jax.tree.map(lambda x: _stacked_spec(x, count), batches[0])
-    return _stack(batches) if is_list else batches
+def check_state(where: str, state: object) -> None:
+    """Raises StepError, which says how to make one, for what is no TrainState."""
+    if type(state) is not TrainState:
+        how = "build, optimizer"
+        if hasattr(state, "apply_fn"):  # Flax's own
+            how = 'lambda: {"params": state.params}, state.tx, module=module'
+        elif isinstance(state, tuple):
+            how = "lambda: nnx.clone(model), optimizer.tx"
+        msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
+        raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
 
 
-def _stacked_spec(x: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
-    layout: Any = x.sharding
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
-    return x.update(shape=(count, *x.shape), sharding=layout)
-
-
-@jax.jit
-def _stack(batches: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Returns a batch as its owner has placed it, or sharded over the batch axes."""
+    leaves = jax.tree.leaves(batch)
+    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
+    return batch if is_placed else sharded(state, batch, dim)

@@ -61,6 +61,15 @@ class Microbatches:
     slots: tuple[Any, ...] = ()  # those of the optimizer's state
 
 
+def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
+    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
+            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
+    return None
+
+
 def gradients_of(
     loss: Loss,
     state: TrainState,
@@ -71,10 +80,10 @@ def gradients_of(
 ) -> Gradients:
     """Returns the gradients of a global batch, times a scale of the loss, if any."""
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
-    for leaf in _paths.flatten(params).leaves:
-        if not _is_float(leaf.value):
-            msg = f"the parameter {leaf.path} is no float: make it no nnx.Param."
-            raise StepError(msg)
+    if not all(map(_is_float, jax.tree.leaves(params))):
+        leaves = _paths.flatten(params).leaves
+        path = next(leaf.path for leaf in leaves if not _is_float(leaf.value))
+        raise StepError(f"the parameter {path} is no float: make it no nnx.Param.")
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
@@ -253,7 +262,7 @@ class Update:
         missing = {name: x for name, x in starts.items() if name not in state.extra}
         if not missing:
             return state
-        state._num_steps()  # refuses a used-up state, on which jit may crash
+        state._refuse_used_up()  # on which jit may crash
 
         def scalar(value: Leaf) -> Any:
             if isinstance(state.step, jax.ShapeDtypeStruct):  # an abstract state

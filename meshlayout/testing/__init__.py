@@ -4,14 +4,12 @@ Use it as `ml.testing`. Every failed expectation is a `VerificationError`, which
 runners show like a failed assertion.
 """
 
-from meshlayout.testing.expectations import (
-    VerificationError as VerificationError,
-    assert_layout as assert_layout,
-    expect_communication as expect_communication,
-)
 from meshlayout.testing.verification import (
     Difference as Difference,
     Verification as Verification,
+    VerificationError as VerificationError,
+    assert_layout as assert_layout,
+    expect_communication as expect_communication,
     one_device_mesh as one_device_mesh,
     verify as verify,
 )

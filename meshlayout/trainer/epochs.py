@@ -34,7 +34,7 @@ from meshlayout.data.examples import looks_batched
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
-from meshlayout.step.state_step import check_batch
+from meshlayout.step.objective import check_batch
 
 
 if TYPE_CHECKING:
@@ -194,7 +194,8 @@ class TrainerInput:
             _batches.check_weights_key(batch, self._key)
             return PlacedBatch(batch, num_examples(batch))
         check_batch(batch, self._key)
-        self._tell_of_weights(batch)
+        if self._number == 1:
+            self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
@@ -216,14 +217,15 @@ class TrainerInput:
         # A larger one does not raise the size, as a resumed run may not see that one.
         shards = _batches.num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
+        weights = get_weights(batch, self._key)
+        if self._marks and weights is None and rows == size:  # most, and placed once
+            if np.shape(self._ones) != (size,):
+                self._ones = self._on_mesh(np.ones(size, np.float32))
+            return _batches.with_weights(self._on_mesh(batch), self._key, self._ones)
         padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
         if not self._marks:
             return self._on_mesh(padded)
         weights = get_weights(padded, self._key)
-        if weights is None and rows == size:  # of most batches, and placed once
-            if np.shape(self._ones) != (size,):
-                self._ones = self._on_mesh(np.ones(size, np.float32))
-            return _batches.with_weights(self._on_mesh(batch), self._key, self._ones)
         weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
         weights = _batches.mask_padding(weights, np.arange(size) < rows)
         return self._on_mesh(_batches.with_weights(padded, self._key, weights))
@@ -238,6 +240,8 @@ class TrainerInput:
                 *(rows, num_shards),
             )
             layout = mesh.layout(...)
+        if all(getattr(x, "shape", ()) for x in jax.tree.leaves(batch)):
+            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)
@@ -271,14 +275,11 @@ class TrainerInput:
         """Says once that an entry which looks like weights is not taken for them."""
         has_weights = get_weights(batch, self._key) is not None
         # What other libraries call them, and where Keras has them in a tuple.
-        for name in ("weights", "sample_weight", "sample_weights", 2) * (
-            not has_weights
-        ):
+        names = ("weights", "sample_weight", "sample_weights", 2)
+        for name in () if has_weights else names:
             entry = get_weights(batch, name)
-            if (
-                np.ndim(entry) == 1
-                and getattr(entry, "dtype", np.dtype(int)).kind == "f"
-            ):
+            kind = getattr(entry, "dtype", np.dtype(int)).kind
+            if np.ndim(entry) == 1 and kind == "f":
                 told = "the data's entry %r does not weight the examples. If it is to,"
                 self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
 

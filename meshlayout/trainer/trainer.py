@@ -32,7 +32,7 @@ from meshlayout.errors import (
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.state_step import check_state
+from meshlayout.step.train_step import check_state
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress, StopOnNaN
 from meshlayout.trainer.callbacks.callback import checked_callbacks
 from meshlayout.trainer.epochs import (
@@ -276,15 +276,12 @@ class Trainer(_checks.WithReflexes):
         batch_size: int | None = None,
         predict_fn: PredictFn | None = None,
     ) -> PyTree:
-        """Returns the model's predictions for all rows of a dataset, in order.
+        """Returns the predictions for all rows of a dataset, in order, as NumPy arrays.
 
         Data as `fit` had it goes through the loss function, whose outputs are returned;
         data without labels goes to the model, and a data frame as one array, unless
         `fit` had its columns. To call something else, give `predict_fn`. Padding that
         the trainer or `distribute_dataset` added is left out.
-
-        Returns:
-            A tree of NumPy arrays with one row per example.
         """
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
@@ -406,12 +403,11 @@ class Trainer(_checks.WithReflexes):
         is_own = getattr(type(self), name) is not getattr(Trainer, name)
         if self._pads is None and not is_own and self._steps.loss_fn is not None:
             step = self._steps.single_step if train else self._steps.eval_step
+            self._pads = True
             try:
                 step.trace(self.state, batch)
             except (LossError, MetricError):
                 self._pads = False
-            else:
-                self._pads = True
         return self._pads is not False
 
 

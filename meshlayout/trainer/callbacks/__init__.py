@@ -2,8 +2,7 @@
 
 from meshlayout.trainer.callbacks.callback import Callback as Callback
 from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
-from meshlayout.trainer.callbacks.log import Log as Log
-from meshlayout.trainer.callbacks.progress import Progress as Progress
+from meshlayout.trainer.callbacks.progress import Log as Log, Progress as Progress
 from meshlayout.trainer.callbacks.stop_conditions import (
     EarlyStopping as EarlyStopping,
     StopOnNaN as StopOnNaN,
