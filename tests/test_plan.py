@@ -288,7 +288,7 @@ def test_ctrl_c_returns_what_is_ranked_so_far(compiler, four):
 def test_where_nothing_fits_the_smallest_change_is_compiled(compiler):
     line = "RESOURCE_EXHAUSTED: ... (20.00G) exceeds available HBM (15.75G)"
     refused = Outcome("", 20 * 2**30, 15.75 * 2**30, line)
-    outcomes = iter([refused] * 3)
+    outcomes = iter([refused] * 2)
     compiler(lambda devices: next(outcomes, Outcome(PROGRAM, 1000)))
     maps = {"all": ml.LayoutMap(ml.create_mesh())}
     result = planned(candidates=maps, budget_s=100, remat="none")
