@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from meshlayout import _paths
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import batch_axes, num_examples
+from meshlayout._batches import leaf_layout, num_examples
 from meshlayout.exchange.axes import asked_axes
 from meshlayout.layout_map import LayoutMap
 from meshlayout.planning.candidates import Traits, bfloat16_state
@@ -91,6 +91,8 @@ class Problem:
         finally:
             asked_axes.reset(token)
         trace = StepTrace(traced, state, self.batch)
+        if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
+            self.traits.axes["height"] = "convolution", 1
         paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
         looped = [paths[index] for index, use in trace.uses.items() if use.turns > 1]
         names = dict.fromkeys(path.split("/")[0] for path in looped)
@@ -109,7 +111,10 @@ class Problem:
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""
         step, batch = make_train_step(self.loss_fn, **self.options_of(row)), self.batch
-        if row.batch[0] != batch_axes(row.mesh):
-            rows = row.mesh.layout(row.batch[0], ...).sharding
-            batch: PyTree = jax.tree.map(lambda x: x.update(sharding=rows), batch)
+        if row.batch_dims is not None:
+            layout = row.mesh.layout(*row.batch_dims)
+            layouts = jax.tree.map(lambda x: leaf_layout(layout, x.ndim), batch)
+            batch: PyTree = jax.tree.map(
+                lambda x, y: x.update(sharding=y.sharding), batch, layouts
+            )
         return step.lower(row.state, batch)

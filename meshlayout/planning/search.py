@@ -211,7 +211,7 @@ class _Search:
         chip = self.slices[row.topology].chip
         cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
         row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
-        return self._timed(row, cost.seconds, cost.seconds)
+        return self._timed(row, cost.seconds, cost.parts)
 
     def _timed(
         self, row: Row, seconds: Mapping[str, float], parts: Mapping[str, float]
@@ -266,7 +266,8 @@ class _Search:
 
     def _measured(self, row: Row, outcome: Outcome) -> Row:
         """Returns a row with what the compiler said."""
-        chip, seconds = self.slices[row.topology].chip, {**row.parts}
+        chip = self.slices[row.topology].chip
+        seconds = {**(row.estimate.seconds if row.estimate else {})}
         names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
         row = replace(row, source="compiled", **facts)
