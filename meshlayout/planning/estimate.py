@@ -9,24 +9,26 @@ Memory is a liveness of the jaxpr in its order. What is computed element by elem
 taken to be fused into what reads it, unless it is smaller than what it is made of. Seen
 in programs for TPUs: what fits on the chip is not in memory; a loop has its stacked
 results from its start, and what it reads until its end; what only matrix products read
-is kept, gathered and added up in bfloat16; sums that are added to each other are sent
-together; while a gradient is computed, the reduce-scatter of the one before goes on.
+is kept, gathered and added up in bfloat16; while a gradient is computed, the
+reduce-scatter of the one before goes on.
 """
 
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _jax, _paths
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
+from meshlayout.hlo.origins import _LIBRARIES
 from meshlayout.layout import axes_of
 from meshlayout.parallel import factors as parts
 from meshlayout.parallel.factors import Value, fresh_dims
@@ -37,7 +39,8 @@ from meshlayout.planning.schedule import ring_hops
 from meshlayout.state import TrainState
 
 
-_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+_CONVOLUTION = "conv_general_dilated"
+_PRODUCTS = {"dot_general", "ragged_dot_general", _CONVOLUTION}
 # Their results are in memory; all other operations are fused into what reads them.
 _HEAVY = {"gather", "sort", "scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
 _HEAVY |= {"select_and_scatter_add", "dynamic_update_slice", *_PRODUCTS}
@@ -54,14 +57,15 @@ _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
 @dataclass(slots=True)
 class _Operation:
     name: str
+    place: str  # the module, or else the source line, that it is for
     inputs: list[int]  # arrays, by index
     outputs: list[int]
     runs: int
-    start: int  # the first operation of a loop; else its own place
+    start: int  # the first operation of a loop; else its own number
     flops: float  # of all devices, in one run
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
-    passed: tuple[int, Any] = (0, ())  # what goes around, along shards of factors
+    passed: tuple[int, Any, float] = (0, (), 0.0)  # around shards, and what share
 
     @property
     def is_heavy(self) -> bool:
@@ -70,7 +74,7 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Use:
-    """Where a parameter is first and last read, cast or a layer at a time."""
+    """How heavy operations read a parameter, cast or a layer at a time."""
 
     first: int
     last: int
@@ -88,20 +92,23 @@ class StepTrace:
         self.operations: list[_Operation] = []
         self.values: list[Value] = []
         self.nbytes: list[int] = []
+        self.uses: dict[int, _Use] = {}  # by parameter
         self._indices: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # of the loops that are walked through
         # Of what is only moved, what it was; what products read, and all others.
         self._origins: dict[object, object] = {}
         self._reads: dict[bool, set[object]] = {True: set(), False: set()}
-        self._flow, jaxpr = parts.Flow(visit=self._visit), traced.jaxpr.jaxpr
+        paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
+        self.modules = [path.rpartition("/")[0] or path for path in paths]
         trees = state.params, state, batch
         self.num_params, num_state, num_batch = (len(jax.tree.leaves(x)) for x in trees)
-        args: list[Value] = []
+        self._flow, args = parts.Flow(visit=self._visit), list[Value]()
+        jaxpr = traced.jaxpr.jaxpr
         for index, var in enumerate(jaxpr.invars):
             bits, dims = (index < self.num_params) << index, fresh_dims(var.aval.shape)
             args.append(Value(var.aval.shape, dims, bits, index >= num_state))
-        self.arguments = [*map(self._index, args, jaxpr.invars)]
-        results = _walk(self._flow, jaxpr, args)
+            self._index(args[-1], var)
+        self.num_arguments, results = len(args), _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
         for before, after in zip(args[:num_state], results, strict=False):
             if before.shape == after.shape:
@@ -109,22 +116,25 @@ class StepTrace:
         self.factors = [_majors(value.dims) for value in self.values]
         self.inputs = self.factors[num_state : num_state + num_batch]
         self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
+        images = [x for x in self.factors if len(x) == 4 and x[0] in self.rows]
+        self.heights = {factors[1] for factors in images} - {None}
+        self.convolves = any(op.name == _CONVOLUTION for op in self.operations)
+        self._owners = dict(
+            zip(map(frozenset, self.factors), self.modules, strict=False)
+        )
         for op in self.operations:
-            op.summed, op.stack = {*_majors(op.summed)}, _majors(op.stack)
-            arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
-            for index in arrays:  # each shard of a dim meets all of another
-                twice = {x for x, n in Counter(self.factors[index]).items() if n > 1}
-                if twice - {None}:
-                    rest = [x for x in arrays if x != index]
-                    op.passed = min(rest, key=self.nbytes.__getitem__), twice
+            self._finish(op)
         self.flops = read_cost(traced).flops
         # The float32 arrays that only matrix products read.
         narrow = self._reads[True] - self._reads[False]
         sources = [self._origins.get(x.source, x.source) for x in self.values]
         sizes = zip(self.values, self.nbytes, sources, strict=True)
-        sizes = enumerate(sizes)
-        self.narrow = {i for i, (x, n, y) in sizes if n == 4 * x.size and y in narrow}
-        self.uses, (self.lives, self.gradients) = self._uses(), self._lives()
+        self.narrow = {
+            index
+            for index, (x, nbytes, source) in enumerate(sizes)
+            if nbytes == 4 * x.size and source in narrow
+        }
+        self.lives, self.gradients = self._lives()
 
     def _index(self, value: Value, var: Any) -> int:
         if id(value) not in self._indices:
@@ -136,16 +146,16 @@ class StepTrace:
         return self._indices[id(value)]
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
-        name, depth, place = eqn.primitive.name, self._flow.depth, len(self.operations)
+        name, depth, number = eqn.primitive.name, self._flow.depth, len(self.operations)
         is_loop = name in _LOOPS
         if name in _CALLS and not is_loop:
             return
-        start = self._starts.pop(depth + 1, place) if is_loop else place
+        start = self._starts.pop(depth + 1, number) if is_loop else number
         self._starts.setdefault(depth, start)
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        op = _Operation(name, inputs, outputs, self._flow.runs, start, flops)
+        op = _Operation(name, "", inputs, outputs, self._flow.runs, start, flops)
         self.operations.append(op)
         read = args
         if is_loop:
@@ -160,29 +170,52 @@ class StepTrace:
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
+            op.place = _source(eqn)
+            self._use(op, number)
         sources = [self._origins.get(x.source, x.source) for x in read]
         if name in _MOVES:
             self._origins[results[0].source] = sources[0]
         else:
             self._reads[name in _PRODUCTS].update(sources)
 
-    def _uses(self) -> dict[int, _Use]:
-        """Returns how heavy operations read parameters, by index."""
-        uses: dict[int, _Use] = {}
-        for place, op in enumerate(self.operations):
-            for value in op.inputs if op.is_heavy else ():
-                weights = self.values[value].weights
-                index, result = weights.bit_length() - 1, op.outputs[0]
-                if not weights or weights != 1 << index:
-                    continue
-                whole, part = (max(1, self.values[x].size) for x in (index, value))
-                turns = min(op.runs, max(1, whole // part))
-                nbytes = self.nbytes[value] * whole // (part * turns)
-                use = uses.setdefault(index, _Use(op.start, 0, 1, nbytes, result))
-                use.last, use.turns = place, max(use.turns, turns)
-                use.nbytes = min(use.nbytes, nbytes)
-                use.result = max(use.result, result, key=self.nbytes.__getitem__)
-        return uses
+    def _use(self, op: _Operation, number: int) -> None:
+        """Notes which parameters a heavy operation reads."""
+        for value in op.inputs:
+            weights = self.values[value].weights
+            index, result = weights.bit_length() - 1, op.outputs[0]
+            if not weights or weights != 1 << index:
+                continue
+            op.place = self.modules[index]
+            whole, part = (max(1, self.values[x].size) for x in (index, value))
+            turns = min(op.runs, max(1, whole // part))
+            nbytes = self.nbytes[value] * whole // (part * turns)
+            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes, result))
+            use.last, use.turns = number, max(use.turns, turns)
+            use.nbytes = min(use.nbytes, nbytes)
+            use.result = max(use.result, result, key=self.nbytes.__getitem__)
+
+    def _finish(self, op: _Operation) -> None:
+        """Completes what is known of an operation when all factors are."""
+        op.summed, op.stack = {*_majors(op.summed)}, _majors(op.stack)
+        arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
+        for index in arrays:  # each shard of a dim meets all of another
+            twice = {x for x, n in Counter(self.factors[index]).items() if n > 1}
+            if twice - {None}:
+                rest = [x for x in arrays if x != index]
+                op.passed = min(rest, key=self.nbytes.__getitem__), twice, 1.0
+        image = self.factors[op.inputs[0]] if op.name == _CONVOLUTION else ()
+        if heights := self.heights.intersection(image):  # its edges are passed on
+            window, size = (self.values[x].shape for x in op.inputs[1::-1])
+            op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
+        # A gradient is for the module of its parameter.
+        if (
+            op.flops
+            and not self.values[op.inputs[0]].weights
+            | self.values[op.inputs[1]].weights
+        ):
+            op.place = self._owners.get(
+                frozenset(self.factors[op.outputs[0]]), op.place
+            )
 
     def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
         """Returns the first and last operations of what is computed and needed again.
@@ -218,6 +251,16 @@ def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
 
 
+def _source(eqn: Equation) -> str:
+    """Returns the user's line of an operation, as those of compiled programs are."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    for frame in frames:
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            path = PurePath(frame.file_name).parts[-2:]
+            return f"{'/'.join(path)}:{frame.line_num}"
+    return eqn.primitive.name
+
+
 def estimate(
     trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int, remat: object
 ) -> Estimate:
@@ -225,10 +268,10 @@ def estimate(
     device = _Device(trace, row, chip, hop_s, accumulate)
     device.compute()
     device.gather(2 if remat != "none" else 1)
-    seconds, computing = device.seconds, device.seconds["compute"]
-    if device.is_tpu:
-        seconds["memory"] = _BEYOND * (seconds["memory"] + computing) - computing
-    return Estimate(seconds, device.peak_bytes(), device.sent)
+    network = sum(x for k, x in device.parts.items() if k.startswith("wait: "))
+    seconds = {"compute": device.computing_s, "memory": 0.0, "network": network}
+    seconds["memory"] = sum(device.parts.values()) - network - device.computing_s
+    return Estimate(seconds, device.peak_bytes(), device.sent, device.parts)
 
 
 class _Device:
@@ -240,19 +283,23 @@ class _Device:
         self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
         self.accumulate, self.microbatches = accumulate, row.microbatches
         self.is_tpu = chip.scratch_bytes > 0
+        self.beyond = _BEYOND if self.is_tpu else 1.0
         self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
-        self.seconds = {"compute": 0.0, "memory": 0.0, "network": 0.0}
+        self.computing_s = self.held = 0.0  # what is held all the time, in bytes
+        self.parts: dict[str, float] = defaultdict(float)  # seconds
         self.sent: dict[str, float] = defaultdict(float)
         self.lives: list[tuple[int, int, float]] = []  # operations, and bytes
-        self.held = 0.0  # all the time
         # Gradients: in how many shards, if scattered, and if added up after that.
         self.gradients: dict[Any, tuple[int, bool, bool]] = {}
         # Parameters are gathered along these, but not experts to which tokens are sent.
         self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
         self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
-        self.shards: dict[Any, Sequence[str]] = {}  # axes by factor
+        self.shards: dict[Any, tuple[str, ...]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
+        if len(row.batch) == 4:  # images, whose rows are in shards where they divide
+            count, axes = self.num_shards(row.batch[1]), row.batch[1]
+            self.shards |= {x: axes for x in trace.heights if x.size % count == 0}
         for index, leaf in enumerate(self.leaves[: trace.num_params]):
             pairs = zip(trace.factors[index], leaf.sharding.spec, strict=False)
             for factor, entry in pairs:
@@ -278,17 +325,23 @@ class _Device:
         return [*dict.fromkeys(itertools.chain(*known))]
 
     def send(
-        self, axes: Iterable[str], size: float, passes: float, hops: float = 1
-    ) -> float:
-        """Counts passes of a ring, an all-reduce as two; returns their seconds."""
+        self,
+        what: str,
+        axes: Iterable[str],
+        size: float,
+        passes: float,
+        *,
+        hops: float = 1,
+        waited: float = 1,
+    ) -> None:
+        """Counts passes of a ring, an all-reduce as two, and what is waited for."""
         names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
         n = self.num_shards(names)
         nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
         seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
         if n > 1:
             self.sent[", ".join(names)] += passes * nbytes
-        self.seconds["network"] += seconds
-        return seconds
+            self.parts[f"wait: {what}"] += waited * seconds
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
@@ -296,11 +349,12 @@ class _Device:
         partial: dict[int, set[str]] = {}  # sums that are added to others first
         for op in trace.operations:
             runs, size = op.runs * self.accumulate, sum(sizes[x] for x in op.outputs)
+            name = f"all_reduce, {op.place}"
             over = partial.get([*op.inputs, -1][0], set[str]())
             is_sum = bool(over) and op.name in {"add_any", "add", *_MOVES}
             if is_sum and all(partial.get(index) == over for index in op.inputs):
                 times = 1 - len(op.inputs)
-                self.send(over, size * self.spread, 2 * runs * times)
+                self.send(name, over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
             if not op.is_heavy:
                 continue
@@ -311,16 +365,17 @@ class _Device:
             computing = turns * op.runs * op.flops / count / self.chip.flops_per_s
             read = (size + sum(sizes[x] for x in op.inputs)) / stages
             seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
+            self.computing_s += computing
             reading = turns * runs * seconds
-            self.seconds["compute"] += computing
-            self.seconds["memory"] += max(0.0, reading - computing)
+            self.parts[op.place] += self.beyond * max(computing, reading)
             # Sums over rows are gradients of parameters, which follow, or few numbers.
             over = {*self.axes_in(op.summed)} - {*self.axes_in(factors), *self.rows}
-            self.send(over, size * self.spread, 2 * runs)
+            self.send(name, over, size * self.spread, 2 * runs)
             partial.update(dict.fromkeys(op.outputs if over else (), over))
-            index, twice = op.passed
-            around = self.axes_in(twice)
-            self.send(around, sizes[index] * self.num_shards(around), runs)
+            index, crossed, share = op.passed
+            around = self.axes_in(crossed)
+            whole = share * sizes[index] * self.num_shards(around)
+            self.send(f"collective_permute, {op.place}", around, whole, runs)
 
     def gather(self, times: int) -> None:
         """Counts gathers of parameters, so many in a step, and sums of gradients."""
@@ -328,6 +383,7 @@ class _Device:
         share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
         transient = moved = 0.0
         for index, leaf in enumerate(leaves[: trace.num_params]):
+            module = trace.modules[index]
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
             use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
             others = self.num_shards([*(own - {*self.gathered})])
@@ -339,9 +395,9 @@ class _Device:
             again = 2 if use.turns > 1 else times
             if split:
                 runs = count * use.turns
-                seconds = self.send(split, part, again * runs)
-                seconds += self.send(split, used, runs)
-                self.seconds["network"] -= (1 - _WAITED) * seconds
+                facts: Any = {"waited": _WAITED}
+                self.send(f"all_gather, {module}", split, part, again * runs, **facts)
+                self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
                 # Small matrices are multiplied in parts, as they come, if they are in
                 # as many as the batch: each part reads and writes the results.
                 if self.is_tpu and not whole and part < self.sizes[use.result]:
@@ -350,7 +406,8 @@ class _Device:
                 self.lives += [(use.first, use.last, part)] * (again == 1)
             if use.turns > 1 and part < used:  # a loop's, before it
                 self.lives.append((use.first, use.last, part * use.turns / n))
-            self.send(whole, used * use.turns / n, 2, share)
+            nbytes = used * use.turns / n
+            self.send(f"all_reduce, {module}", whole, nbytes, 2, hops=share)
             shares = n, bool(split), bool(whole)
             self.gradients[frozenset(trace.factors[index])] = shares
             if use.turns > 1:
@@ -358,12 +415,12 @@ class _Device:
             self.held += size / n if count > 1 else 0.0
         on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
         self.held += sum(map(shard_bytes, on_device)) + transient
-        self.held += sum(self.sizes[len(leaves) : len(trace.arguments)]) * count
+        self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
         moved += 7 / 3 * sum(map(shard_bytes, leaves))
-        self.seconds["memory"] += moved / self.chip.memory_bytes_per_s
-        self.seconds["memory"] += _START_S * trace.num_params
+        updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
+        self.parts["optimizer"] += self.beyond * updating
 
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""

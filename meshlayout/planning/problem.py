@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from meshlayout import _paths
 from meshlayout._annotations import Batch
-from meshlayout._batches import batch_axes, num_examples
+from meshlayout._batches import leaf_layout, num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.exchange.axes import asked_axes
 from meshlayout.hlo import read_communication
@@ -90,6 +90,8 @@ class Problem:
         finally:
             asked_axes.reset(token)
         trace = StepTrace(traced, state, self.batch)
+        if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
+            self.traits.axes["height"] = "convolution", 1
         paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
         looped = [paths[index] for index, use in trace.uses.items() if use.turns > 1]
         names = dict.fromkeys(path.split("/")[0] for path in looped)
@@ -119,16 +121,17 @@ class Problem:
         row = replace(row, state=state)
         cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
         row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
-        return self._timed(row, cost.seconds, cost.seconds, chip)
+        return self._timed(row, cost.seconds, cost.parts, chip)
 
     def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
         """Returns an estimated candidate with what the compiler said."""
         names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
-        row, seconds = replace(row, source="compiled", **facts), {**row.parts}
+        row, estimated = replace(row, source="compiled", **facts), row.estimate
         if outcome.error:
             unknown: Any = {"bound": "", "sent": {}, "parts": {}}
             return replace(row, step_s=math.nan, utilization=math.nan, **unknown)
+        seconds = dict(estimated.seconds) if estimated else {}
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
         row = replace(row, sent=sent)
@@ -155,7 +158,9 @@ class Problem:
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""
         step, batch = make_train_step(self.loss_fn, **self.options_of(row)), self.batch
-        if row.batch[0] != batch_axes(row.mesh):
-            rows = row.mesh.layout(row.batch[0], ...).sharding
-            batch: Batch = jax.tree.map(lambda x: x.update(sharding=rows), batch)
+        if row.batch_dims is not None:
+            layout = row.mesh.layout(*row.batch_dims)
+            batch: Batch = jax.tree.map(
+                lambda x: x.update(sharding=leaf_layout(layout, x.ndim).sharding), batch
+            )
         return step.lower(row.state, batch)

@@ -29,6 +29,7 @@ class Estimate:
     seconds: Mapping[str, float]  # compute, memory beyond it, and network
     peak_bytes: float
     sent: Mapping[str, float]
+    parts: Mapping[str, float]  # seconds by module, and of waiting for collectives
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +92,14 @@ class Row:
         return self.mesh.axis_size(self.batch[0])
 
     @property
+    def batch_dims(self) -> tuple[Any, ...] | None:
+        """How each dim of batches is sharded, if not over the usual axes of rows."""
+        if len(self.batch) > 2:  # images
+            return self.batch
+        is_usual = self.batch[0] == batch_axes(self.mesh)
+        return None if is_usual else (self.batch[0], ...)
+
+    @property
     def fits(self) -> bool:
         """Whether there is a program, and it fits each device's memory."""
         return not self.error and not self.peak_bytes > self.memory_bytes
@@ -114,8 +123,9 @@ class Row:
             call.append(f"{name}={value!r}" if is_plain else f"{name}={name}")
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
-        if self.batch[0] != batch_axes(self.mesh):
-            lines.append(f"batch_layout = mesh.layout({self.batch[0]}, ...)")
+        if self.batch_dims is not None:
+            dims = str(self.batch_dims).replace("Ellipsis", "...")
+            lines.append(f"batch_layout = mesh.layout{dims}")
         return "\n".join(
             [*lines, f"train_step = ml.make_train_step({', '.join(call)})"]
         )
