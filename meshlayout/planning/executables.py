@@ -78,8 +78,9 @@ def compile_for(
 
     # A batch from the host has no layout: the step gives it one.
     whole = mesh.layout(...).sharding
-    state = jax.tree.map(lambda leaf: moved(leaf, whole), args[:1])
-    args, kwargs = jax.tree.map(moved, ((*args[1:],), kwargs))
+    state, *rest = args or (kwargs.pop(step._state_name, None),)
+    state = jax.tree.map(lambda leaf: moved(leaf, whole), state)
+    rest, kwargs = jax.tree.map(moved, (rest, kwargs))
     if (layouts := step._options["layouts"]) and layouts.mesh != mesh:
         rules = {pattern: moved_rule(rule) for pattern, rule in layouts.items()}
         options = layouts._arguments() | {"mesh": mesh, "rules": rules, "default": None}
@@ -87,9 +88,9 @@ def compile_for(
         step._options = step._options | {"layouts": LayoutMap(**options)}
     try:  # JAX's cache cannot read programs for devices that are not here
         with _jax.min_cached_s(math.inf):
-            compiled = step.lower(*state, *args, **kwargs).compile()
+            compiled = step.lower(state, *rest, **kwargs).compile()
             reports: Any = step.cost, step.memory, step.communication
-            reports = [report(*state, *args, **kwargs) for report in reports]
+            reports = [report(state, *rest, **kwargs) for report in reports]
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
             raise

@@ -136,10 +136,16 @@ class Problem:
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
         row = replace(row, sent=sent)
         if chip.clock_hz is None:
-            times = sum(x.times for x in communication.collectives)
-            wire = communication.wire_bytes / chip.ring_bytes_per_s
-            seconds["network"] = wire + self.hop_s * times
-            return self._timed(replace(row, source="roofline"), seconds, seconds, chip)
+            parts = {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
+            computing = sum(parts.values())
+            for each in communication.collectives:
+                name = f"wait: {each.kind}, {each.module or each.source}"
+                delay = (
+                    each.wire_bytes / chip.ring_bytes_per_s + self.hop_s * each.times
+                )
+                parts[name] = parts.get(name, 0.0) + delay
+            seconds["network"] = sum(parts.values()) - computing
+            return self._timed(replace(row, source="roofline"), seconds, parts, chip)
         schedule = replay(outcome.text, chip, hop_s=self.hop_s)
         # What computing takes beyond its FLOPs is for memory.
         seconds["memory"] = max(0.0, schedule.compute_s - seconds["compute"])

@@ -94,10 +94,10 @@ class Row:
     @property
     def batch_dims(self) -> tuple[Any, ...] | None:
         """How each dim of batches is sharded, if not over the usual axes of rows."""
-        if len(self.batch) > 2:  # images
+        rows, *others = self.batch
+        if len(others) > 1:  # images
             return self.batch
-        is_usual = self.batch[0] == batch_axes(self.mesh)
-        return None if is_usual else (self.batch[0], ...)
+        return None if rows == batch_axes(self.mesh) else (rows, ...)
 
     @property
     def fits(self) -> bool:
@@ -195,7 +195,8 @@ class Ranking:
     def explain(self, row: Row | int = 0) -> str:
         """Returns what the time of a row, or of its place in `rows`, consists of."""
         chosen = self.rows[row] if isinstance(row, int) else row
-        parts, total = [*chosen.parts.items()], sum(chosen.parts.values())
+        total = sum(chosen.parts.values())
+        parts = sorted(chosen.parts.items(), key=lambda x: -x[1])
         parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
         lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
         headers = ["what", "time", "share"]
