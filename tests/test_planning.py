@@ -196,8 +196,9 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     step = ml.make_train_step(squares)
     layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 4, "model": 2}))
     described = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
-    for args in [(state, batch), (described, jax.eval_shape(lambda: batch))]:
-        program = step.compile_for("v5e:2x4", *args)
+    named = {"state": described, "batch": jax.eval_shape(lambda: batch)}
+    for args, kwargs in [((state, batch), {}), ((), named)]:
+        program = step.compile_for("v5e:2x4", *args, **kwargs)
         assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
         assert program.mesh.platform == "tpu"
         assert program.communication["all_reduce"] == 1
