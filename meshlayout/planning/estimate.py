@@ -18,7 +18,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from meshlayout import _jax, _paths
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
-from meshlayout.hlo.origins import _LIBRARIES
 from meshlayout.layout import axes_of
 from meshlayout.parallel import factors as parts
 from meshlayout.parallel.factors import Value, fresh_dims
@@ -57,7 +55,7 @@ _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
 @dataclass(slots=True)
 class _Operation:
     name: str
-    place: str  # the module, or else the source line, that it is for
+    place: str  # the module that it is for, or else its name
     inputs: list[int]  # arrays, by index
     outputs: list[int]
     runs: int
@@ -66,10 +64,6 @@ class _Operation:
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
     passed: tuple[int, Any, float] = (0, (), 0.0)  # around shards, and what share
-
-    @property
-    def is_heavy(self) -> bool:
-        return self.name in _HEAVY or self.name.startswith("reduce_")
 
 
 @dataclass(slots=True)
@@ -80,7 +74,6 @@ class _Use:
     last: int
     turns: int  # of the loop that reads it
     nbytes: int  # of what is read in a turn
-    result: int  # the largest array that is made of it
 
 
 class StepTrace:
@@ -119,9 +112,11 @@ class StepTrace:
         images = [x for x in self.factors if len(x) == 4 and x[0] in self.rows]
         self.heights = {factors[1] for factors in images} - {None}
         self.convolves = any(op.name == _CONVOLUTION for op in self.operations)
-        self._owners = dict(
-            zip(map(frozenset, self.factors), self.modules, strict=False)
-        )
+        # Gradients have the factors of their parameters, in a loop those of a layer.
+        self.owners: dict[Any, int] = {}
+        for index, factors in enumerate(self.factors[: self.num_params]):
+            layer = 1 if index in self.uses and self.uses[index].turns > 1 else 0
+            self.owners |= {frozenset(x): index for x in (factors[layer:], factors)}
         for op in self.operations:
             self._finish(op)
         self.flops = read_cost(traced).flops
@@ -155,7 +150,7 @@ class StepTrace:
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        op = _Operation(name, "", inputs, outputs, self._flow.runs, start, flops)
+        op = _Operation(name, name, inputs, outputs, self._flow.runs, start, flops)
         self.operations.append(op)
         read = args
         if is_loop:
@@ -166,11 +161,10 @@ class StepTrace:
                 parts.link(stacks[0].dims[0], each.dims[0])
             for each in self.operations[start:] if stacks else ():
                 each.stack = (*each.stack, stacks[0].dims[0])
-        elif op.is_heavy:
+        elif _is_heavy(op):
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
-            op.place = _source(eqn)
             self._use(op, number)
         sources = [self._origins.get(x.source, x.source) for x in read]
         if name in _MOVES:
@@ -182,17 +176,16 @@ class StepTrace:
         """Notes which parameters a heavy operation reads."""
         for value in op.inputs:
             weights = self.values[value].weights
-            index, result = weights.bit_length() - 1, op.outputs[0]
+            index = weights.bit_length() - 1
             if not weights or weights != 1 << index:
                 continue
             op.place = self.modules[index]
             whole, part = (max(1, self.values[x].size) for x in (index, value))
             turns = min(op.runs, max(1, whole // part))
             nbytes = self.nbytes[value] * whole // (part * turns)
-            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes, result))
+            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes))
             use.last, use.turns = number, max(use.turns, turns)
             use.nbytes = min(use.nbytes, nbytes)
-            use.result = max(use.result, result, key=self.nbytes.__getitem__)
 
     def _finish(self, op: _Operation) -> None:
         """Completes what is known of an operation when all factors are."""
@@ -207,15 +200,9 @@ class StepTrace:
         if heights := self.heights.intersection(image):  # its edges are passed on
             window, size = (self.values[x].shape for x in op.inputs[1::-1])
             op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
-        # A gradient is for the module of its parameter.
-        if (
-            op.flops
-            and not self.values[op.inputs[0]].weights
-            | self.values[op.inputs[1]].weights
-        ):
-            op.place = self._owners.get(
-                frozenset(self.factors[op.outputs[0]]), op.place
-            )
+        owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
+        if op.flops and owner is not None:  # a gradient
+            op.place = self.modules[owner]
 
     def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
         """Returns the first and last operations of what is computed and needed again.
@@ -227,7 +214,7 @@ class StepTrace:
         births: dict[int, tuple[int, frozenset[int]]] = {}
         last: dict[int, int] = {}
         for place, op in enumerate(self.operations):
-            is_stored = op.is_heavy or op.name in _LOOPS
+            is_stored = _is_heavy(op) or op.name in _LOOPS
             whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
             size = sum(self.nbytes[x] for x in whence)
             for index in op.outputs:
@@ -251,14 +238,8 @@ def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
 
 
-def _source(eqn: Equation) -> str:
-    """Returns the user's line of an operation, as those of compiled programs are."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    for frame in frames:
-        if not any(part in frame.file_name for part in _LIBRARIES):
-            path = PurePath(frame.file_name).parts[-2:]
-            return f"{'/'.join(path)}:{frame.line_num}"
-    return eqn.primitive.name
+def _is_heavy(op: _Operation) -> bool:
+    return op.name in _HEAVY or op.name.startswith("reduce_")
 
 
 def estimate(
@@ -289,8 +270,9 @@ class _Device:
         self.parts: dict[str, float] = defaultdict(float)  # seconds
         self.sent: dict[str, float] = defaultdict(float)
         self.lives: list[tuple[int, int, float]] = []  # operations, and bytes
-        # Gradients: in how many shards, if scattered, and if added up after that.
-        self.gradients: dict[Any, tuple[int, bool, bool]] = {}
+        # By parameter, into how many shards gradients are scattered, if they are, and
+        # if these are added up after that.
+        self.gradients: dict[int, tuple[int, bool, bool]] = {}
         # Parameters are gathered along these, but not experts to which tokens are sent.
         self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
         self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
@@ -356,7 +338,7 @@ class _Device:
                 times = 1 - len(op.inputs)
                 self.send(name, over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
-            if not op.is_heavy:
+            if not _is_heavy(op):
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
             count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
@@ -381,11 +363,11 @@ class _Device:
         """Counts gathers of parameters, so many in a step, and sums of gradients."""
         trace, leaves, count = self.trace, self.leaves, self.accumulate
         share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
-        transient = moved = 0.0
+        transient = 0.0
         for index, leaf in enumerate(leaves[: trace.num_params]):
             module = trace.modules[index]
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
+            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index])
             others = self.num_shards([*(own - {*self.gathered})])
             used, size = use.nbytes / others, trace.nbytes[index] / others
             split = [axis for axis in self.gathered if axis in own]
@@ -398,27 +380,20 @@ class _Device:
                 facts: Any = {"waited": _WAITED}
                 self.send(f"all_gather, {module}", split, part, again * runs, **facts)
                 self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
-                # Small matrices are multiplied in parts, as they come, if they are in
-                # as many as the batch: each part reads and writes the results.
-                if self.is_tpu and not whole and part < self.sizes[use.result]:
-                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
                 transient = max(transient, again * part)
                 self.lives += [(use.first, use.last, part)] * (again == 1)
             if use.turns > 1 and part < used:  # a loop's, before it
                 self.lives.append((use.first, use.last, part * use.turns / n))
             nbytes = used * use.turns / n
             self.send(f"all_reduce, {module}", whole, nbytes, 2, hops=share)
-            shares = n, bool(split), bool(whole)
-            self.gradients[frozenset(trace.factors[index])] = shares
-            if use.turns > 1:
-                self.gradients.setdefault(frozenset(trace.factors[index][1:]), shares)
+            self.gradients[index] = n, bool(split), bool(whole)
             self.held += size / n if count > 1 else 0.0
         on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
         self.held += sum(map(shard_bytes, on_device)) + transient
         self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
-        moved += 7 / 3 * sum(map(shard_bytes, leaves))
+        moved = 7 / 3 * sum(map(shard_bytes, leaves))
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
 
@@ -428,16 +403,20 @@ class _Device:
         lives = [(first, last, self.sizes[i]) for first, last, i in trace.lives]
         for place, index in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
-            shares = self.gradients.get(frozenset(trace.factors[index]))
-            if shares and op.name in _LOOPS:  # stacked ones are added up after the loop
-                size *= (2 if shares[2] else 1) / shares[0]
-                lives.append((op.start, len(trace.operations), size))
-            elif shares:
-                lives.append((place, place, size))
-                if size > before[1] / 8:
-                    if before[2]:  # its reduce-scatter goes on
-                        lives.append((before[0] + 1, place, before[1]))
-                    before = place, size, shares[1]
+            owner = trace.owners.get(frozenset(trace.factors[index]))
+            if owner is None:
+                continue
+            n, is_scattered, is_summed = self.gradients[owner]
+            if op.name in _LOOPS:  # stacked ones are added up after the loop
+                lives.append(
+                    (op.start, len(trace.operations), (1 + is_summed) * size / n)
+                )
+                continue
+            lives.append((place, place, size))
+            if size > before[1] / 8:
+                if before[2]:  # its reduce-scatter goes on
+                    lives.append((before[0] + 1, place, before[1]))
+                before = place, size, is_scattered
         # Compilers keep on the chip what fits there, first what is needed shortly.
         taken = np.zeros((2, len(trace.operations) + 1))
         lives = sorted([*self.lives, *lives], key=lambda x: x[1] - x[0])
