@@ -425,12 +425,14 @@ def problem():
 def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROBLEM)
+    (tmp_path / "none.py").write_text(PROBLEM.replace('"topology"', '"cache"'))
     assert command_line.main(["plan", "mine.py:problem", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] != []
     for text, words in [
         ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
         ("mine", "'mine' is not module:function or file.py:function: "),
-        ("none.py:problem", "'none.py:problem' is not module:function"),
+        ("not.py:problem", "'not.py:problem' is not module:function"),
+        ("none.py:problem", "give --topology, or let 'none.py:problem' return one."),
     ]:
         with pytest.raises(SystemExit, match=re.escape(words)):
             command_line.main(["plan", text])
