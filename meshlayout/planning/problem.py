@@ -53,7 +53,8 @@ class Problem:
         texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
         tokens = max((x.size for x in texts), default=0)
         facts = {"rows": num_examples(self.batch), "tokens": tokens}
-        self.facts: dict[str, Any] = {**facts, "given": self.options}
+        given = {k: x for k, x in self.options.items() if k != "layouts"}
+        self.facts: dict[str, Any] = {**facts, "given": given}
         # What the code of candidates takes, with what is called first.
         self.values: dict[str, object] = {"build": self.build}
         if self.module:

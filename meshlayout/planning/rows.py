@@ -117,18 +117,16 @@ class Row:
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the maps, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
-        call = ["loss_fn", "layouts=activations"]
-        for name, value in {**self.step_options, **self.given}.items():
-            is_plain = isinstance(value, (str, float, int))
-            call.append(f"{name}={value!r}" if is_plain else f"{name}={name}")
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
         if self.batch_dims is not None:
             dims = str(self.batch_dims).replace("Ellipsis", "...")
             lines.append(f"batch_layout = mesh.layout{dims}")
-        return "\n".join(
-            [*lines, f"train_step = ml.make_train_step({', '.join(call)})"]
-        )
+        call = "ml.make_train_step(loss_fn, layouts=activations"
+        for name, value in {**self.step_options, **self.given}.items():
+            is_plain = isinstance(value, (str, float, int))
+            call += f", {name}={value!r}" if is_plain else f", {name}={name}"
+        return "\n".join([*lines, f"train_step = {call})"])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON; numbers that are not known are None."""
