@@ -251,6 +251,10 @@ def test_a_compiler_that_fails_is_a_row_and_not_the_end(compiler, four):
     errors = [row.error for row in result.rows if row.error]
     assert errors == ["INTERNAL: Mosaic failed"] * 2
     assert result.best.source == "roofline"
+    compiler(lambda devices: Outcome(error="INTERNAL: Mosaic failed"))
+    result = planned(budget_s=100, candidates=four, remat="none")
+    with pytest.raises(ml.MeshLayoutError, match="of one: INTERNAL: Mosaic failed"):
+        _ = result.best
 
 
 @pytest.mark.slow

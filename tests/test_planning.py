@@ -335,6 +335,7 @@ def test_what_is_wrong_is_said_with_what_mends_it(words, changes, monkeypatch):
         {"devices": ["gpu"], **GPU},
         {"devices": ["cpu"] * 8, "JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"},
         PROXY | {"no_proxy": "localhost, 10.0.0.1"},
+        PROXY | {"no_proxy": ".cluster", "JAX_COORDINATOR_ADDRESS": "a.cluster:1"},
         {"https_proxy": "http://proxy:3128"},
     ],
 )

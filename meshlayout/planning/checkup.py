@@ -114,13 +114,10 @@ def _packages(versions: Mapping[str, str], needs: Sequence[str]) -> _Findings:
     for owner in [name for name in ("jax", *_PLUGINS) if name in versions]:
         lines = "\n".join(metadata.requires(owner) or ())
         for name, pin in re.findall(_PIN, lines, re.MULTILINE):
-            version, bounds = (
-                versions.get(name, pin),
-                sorted(map(_numbers, pin.split(","))),
-            )
-            here = _numbers(version)[: len(bounds[0])]
+            bounds = sorted(map(_numbers, pin.split(",")))
+            version = versions.get(name, pin)
+            fits = bounds[0] <= _numbers(version)[: len(bounds[0])] <= bounds[-1]
             fact = f"jax {versions['jax']} and {name} {version} do not fit"
-            fits = bounds[0] <= here <= bounds[-1]
             yield not fits, f"{fact}: pip install '{name}{pin}'."
     for extra in needs:
         for name in _EXTRAS[extra]:
@@ -160,9 +157,12 @@ def _network() -> _Findings:
     host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
     proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
     direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
+    is_direct = any(end and host.endswith(end) for end in direct.split(","))
     fix = f"add {host} to no_proxy, or call ml.initialize(), which does"
-    is_between = proxy and host and host not in direct.split(",")
-    yield is_between, f"{proxy} is a proxy before the coordinator: {fix}."
+    yield (
+        proxy and host and not is_direct,
+        f"{proxy} is a proxy before the coordinator: {fix}.",
+    )
 
 
 def _advice(count: int) -> _Findings:
@@ -172,9 +172,9 @@ def _advice(count: int) -> _Findings:
     yield is_slow, f"NPROC={nproc} makes small products slow: unset it."
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     yield not cache, "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR."
-    home = os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"
-    fix = "TensorFlow Datasets has no directory: set TFDS_DATA_DIR."
-    yield not Path(home).is_dir(), fix
+    data = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
+    fact = "TensorFlow Datasets has no directory"
+    yield not data.is_dir(), f"{fact}: set TFDS_DATA_DIR."
 
 
 def _numbers(version: str) -> list[int]:

@@ -187,8 +187,9 @@ class Ranking:
         for row in (*self.rows, *self.changes):
             if row.fits:
                 return row
-        msg = "no candidate fits, and no change of one: take a larger slice."
-        raise MeshLayoutError(msg)
+        errors = [row.error for row in self.rows if row.error]
+        why = errors[0] if errors else "take a larger slice."
+        raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
         """Returns what the time of a row, or of its place in `rows`, consists of."""

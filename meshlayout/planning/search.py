@@ -250,8 +250,9 @@ class _Search:
 
     def _changes(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the smallest change with which something fits, compiled."""
-        sized = [row for row in rows if row.estimate and not row.step_options]
-        for row in sorted(sized, key=lambda row: row.peak_bytes)[:1]:
+        large = [row for row in rows if row.peak_bytes > row.memory_bytes]
+        plain = [row for row in large if not row.step_options]
+        for row in sorted(plain, key=lambda row: row.peak_bytes)[:1]:
             for smaller in self._changed(row):
                 if time.monotonic() >= self.deadline:
                     line = "The budget ended while looking for what would fit."
