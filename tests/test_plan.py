@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,7 @@ def ranking():
 @pytest.fixture
 def four():
     """Candidates that are lowered fast."""
-    maps = [ml.LayoutMap(ml.create_mesh()) for _ in range(4)]
-    return {f"map {number}": layouts for number, layouts in enumerate(maps)}
+    return {f"map {number}": ml.LayoutMap(ml.create_mesh()) for number in range(4)}
 
 
 @pytest.fixture
@@ -245,13 +245,13 @@ def test_a_slice_is_planned_by_the_tpu_compiler_in_other_processes(tmp_path):
 
 
 def test_a_compiler_that_fails_is_a_row_and_not_the_end(compiler, four):
-    failed = [Outcome(error="INTERNAL: Mosaic failed")] * 2
-    compiler(lambda devices: failed.pop() if failed else Outcome(PROGRAM, 1000))
+    failed, works = Outcome(error="INTERNAL: Mosaic failed"), Outcome(PROGRAM, 1000)
+    compiler(mock.Mock(side_effect=[failed, failed, works, works]))
     result = planned(budget_s=100, candidates=four, remat="none")
     errors = [row.error for row in result.rows if row.error]
     assert errors == ["INTERNAL: Mosaic failed"] * 2
     assert result.best.source == "roofline"
-    compiler(lambda devices: Outcome(error="INTERNAL: Mosaic failed"))
+    compiler(lambda devices: failed)
     result = planned(budget_s=100, candidates=four, remat="none")
     with pytest.raises(ml.MeshLayoutError, match="of one: INTERNAL: Mosaic failed"):
         _ = result.best
@@ -277,14 +277,7 @@ def test_the_budget_ends_what_is_compiled(compiler, four, monkeypatch):
 
 
 def test_ctrl_c_returns_what_is_ranked_so_far(compiler, four):
-    outcomes = [Outcome(PROGRAM, 1000)]
-
-    def judge(devices):
-        if not outcomes:
-            raise KeyboardInterrupt
-        return outcomes.pop()
-
-    compiler(judge)
+    compiler(mock.Mock(side_effect=[Outcome(PROGRAM, 1000), KeyboardInterrupt]))
     result = planned(budget_s=100, candidates=four, remat="none")
     assert result.notes == ("Interrupted: what is ranked so far.",)
     assert [x.source for x in result.rows].count("roofline") == 1
@@ -293,8 +286,7 @@ def test_ctrl_c_returns_what_is_ranked_so_far(compiler, four):
 def test_where_nothing_fits_the_smallest_change_is_compiled(compiler):
     line = "RESOURCE_EXHAUSTED: ... (20.00G) exceeds available HBM (15.75G)"
     refused = Outcome("", 20 * 2**30, 15.75 * 2**30, line)
-    outcomes = iter([refused] * 2)
-    compiler(lambda devices: next(outcomes, Outcome(PROGRAM, 1000)))
+    compiler(mock.Mock(side_effect=[refused, refused, Outcome(PROGRAM, 1000)]))
     maps = {"all": ml.LayoutMap(ml.create_mesh())}
     result = planned(candidates=maps, budget_s=100, remat="none")
     [change] = result.changes

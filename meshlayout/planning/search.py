@@ -293,5 +293,7 @@ def _order(row: Row) -> tuple[object, ...]:
 
 def _num_workers() -> int:
     """Returns how many compilations memory and cores allow at once."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Free memory, where the system knows, or all.
+    pages = min({"SC_AVPHYS_PAGES", "SC_PHYS_PAGES"} & os.sysconf_names.keys())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     return max(1, min((os.cpu_count() or 1) // 2, memory // _HOST_BYTES))
