@@ -13,6 +13,7 @@ is kept, gathered and added up in bfloat16; while a gradient is computed, the
 reduce-scatter of the one before goes on.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -397,10 +398,18 @@ class _Device:
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
 
+    def padded(self, index: int) -> float:
+        """Returns the bytes of an array in memory, which TPUs divide into tiles."""
+        dims = zip(
+            self.trace.values[index].shape, self.trace.factors[index], strict=True
+        )
+        shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
+        return self.sizes[index] * (_padding(*shard) if self.is_tpu else 1.0)
+
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
         trace, before = self.trace, (0, 0.0, False)
-        lives = [(first, last, self.sizes[i]) for first, last, i in trace.lives]
+        lives = [(first, last, self.padded(i)) for first, last, i in trace.lives]
         lives += self.lives
         chip, memory, made = np.zeros((3, len(trace.operations) + 1))
         # Collectives take gradients from memory.
@@ -427,6 +436,14 @@ class _Device:
             is_soon = made[last] - made[first] <= 2 * self.chip.scratch_bytes
             (chip if is_soon and size <= room else memory)[first : last + 1] += size
         return self.held + _GAPS * float(memory.max())
+
+
+@functools.cache
+def _padding(*shape: int) -> float:
+    """Returns how much larger an array is in tiles of 8 x 128, in its best layout."""
+    ratios = [[-(-n // tile) * tile / max(1, n) for n in shape] for tile in (8, 128)]
+    pairs = itertools.permutations(range(len(shape)), 2)
+    return min((ratios[0][i] * ratios[1][j] for i, j in pairs), default=1.0)
 
 
 def shard_bytes(leaf: Leaf) -> int:
