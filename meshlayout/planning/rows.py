@@ -89,10 +89,10 @@ class Row:
     @property
     def batch_dims(self) -> tuple[Any, ...] | None:
         """How each dim of batches is sharded, if not over the usual axes of rows."""
-        if len(self.batch) > 2:  # images
+        rows, *others = self.batch
+        if len(others) > 1:  # images
             return self.batch
-        is_usual = self.batch[0] == batch_axes(self.mesh)
-        return None if is_usual else (self.batch[0], ...)
+        return None if rows == batch_axes(self.mesh) else (rows, ...)
 
     @property
     def fits(self) -> bool:
