@@ -60,8 +60,12 @@ _KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6": "v6e", "v5": "v5p", "v4": "v4"}
 
 _GRIDS_2D = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _GRIDS_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
-_GRIDS = {name: _GRIDS_2D.split() for name in ("v5e", "v6e")}
-_GRIDS |= {"v4": _GRIDS_3D.split(), "v5p": f"{_GRIDS_3D} 16x16x16 16x16x24".split()}
+_GRIDS: dict[str, tuple[str, ...]] = {
+    "v4": (*_GRIDS_3D.split(),),
+    "v5e": (*_GRIDS_2D.split(),),
+    "v5p": (*_GRIDS_3D.split(), "16x16x16", "16x16x24"),
+    "v6e": (*_GRIDS_2D.split(),),
+}
 
 # What the compiler asks of an H100 that is not there: NVIDIA's data sheet, and CUDA's
 # device query. tests/test_gpu_programs.py compiles for it.

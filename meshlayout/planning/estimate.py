@@ -13,6 +13,7 @@ is kept, gathered and added up in bfloat16; while a gradient is computed, the
 reduce-scatter of the one before goes on.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -200,9 +201,9 @@ class StepTrace:
         if heights := self.heights.intersection(image):  # its edges are passed on
             window, size = (self.values[x].shape for x in op.inputs[1::-1])
             op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
-        owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
-        if op.flops and owner is not None:  # a gradient
-            op.place = self.modules[owner]
+        if op.flops:  # of a gradient, perhaps
+            owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
+            op.place = op.place if owner is None else self.modules[owner]
 
     def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
         """Returns the first and last operations of what is computed and needed again.
@@ -397,10 +398,21 @@ class _Device:
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
 
+    def padded(self, index: int) -> float:
+        """Returns the bytes of an array in memory, which TPUs divide into tiles."""
+        dims = zip(
+            self.trace.values[index].shape, self.trace.factors[index], strict=True
+        )
+        shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
+        return self.sizes[index] * (_padding(*shard) if self.is_tpu else 1.0)
+
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
         trace, before = self.trace, (0, 0.0, False)
-        lives = [(first, last, self.sizes[i]) for first, last, i in trace.lives]
+        lives = [(first, last, self.padded(i)) for first, last, i in trace.lives]
+        lives += self.lives
+        chip, memory, made = np.zeros((3, len(trace.operations) + 1))
+        # Collectives take gradients from memory.
         for place, index in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
             owner = trace.owners.get(frozenset(trace.factors[index]))
@@ -408,23 +420,30 @@ class _Device:
                 continue
             n, is_scattered, is_summed = self.gradients[owner]
             if op.name in _LOOPS:  # stacked ones are added up after the loop
-                lives.append(
-                    (op.start, len(trace.operations), (1 + is_summed) * size / n)
-                )
+                memory[op.start :] += (1 + is_summed) * size / n
                 continue
-            lives.append((place, place, size))
+            memory[place] += size
             if size > before[1] / 8:
                 if before[2]:  # its reduce-scatter goes on
-                    lives.append((before[0] + 1, place, before[1]))
+                    memory[before[0] + 1 : place + 1] += before[1]
                 before = place, size, is_scattered
-        # Compilers keep on the chip what fits there, first what is needed shortly.
-        taken = np.zeros((2, len(trace.operations) + 1))
-        lives = sorted([*self.lives, *lives], key=lambda x: x[1] - x[0])
-        for first, last, size in lives:
-            chip, memory = taken[:, first : last + 1]
-            fits = size + chip.max(initial=0.0) <= self.chip.scratch_bytes
-            (chip if fits else memory)[:] += size
-        return self.held + _GAPS * float(taken[1].max())
+        # Compilers keep on the chip what fits there and is needed before much else is
+        # made, first what is needed shortly.
+        for first, _, size in lives:
+            made[first:] += size
+        for first, last, size in sorted(lives, key=lambda x: x[1] - x[0]):
+            room = self.chip.scratch_bytes - chip[first : last + 1].max(initial=0.0)
+            is_soon = made[last] - made[first] <= 2 * self.chip.scratch_bytes
+            (chip if is_soon and size <= room else memory)[first : last + 1] += size
+        return self.held + _GAPS * float(memory.max())
+
+
+@functools.cache
+def _padding(*shape: int) -> float:
+    """Returns how much larger an array is in tiles of 8 x 128, in its best layout."""
+    ratios = [[-(-n // tile) * tile / max(1, n) for n in shape] for tile in (8, 128)]
+    pairs = itertools.permutations(range(len(shape)), 2)
+    return min((ratios[0][i] * ratios[1][j] for i, j in pairs), default=1.0)
 
 
 def shard_bytes(leaf: Leaf) -> int:

@@ -100,8 +100,8 @@ class _Run:
                 self.totals[key] += (turns - 2) * (value - before.get(key, 0.0))
             later = self.totals["now"] - now
             self.network_free += later
-            for key, (end, *facts) in self.pending.items():
-                self.pending[key] = end + later, *facts
+            for key, (end, compute, name) in self.pending.items():
+                self.pending[key] = end + later, compute, name
 
     def _cycles(self, name: str) -> int:
         return sum(map(_cycles_of, self.program.computations[name]))
