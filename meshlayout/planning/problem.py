@@ -2,9 +2,10 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,6 @@ from meshlayout.state.creation import place
 from meshlayout.state.train_state import Optimizer
 from meshlayout.step import make_train_step
 from meshlayout.step.interception import Remat, _block_paths
-
-
-Seconds: TypeAlias = Mapping[str, float]
 
 
 @dataclass(eq=False)
@@ -121,46 +119,43 @@ class Problem:
             return replace(row, error=str(error).splitlines()[0])
         row = replace(row, state=state)
         cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
-        row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
-        return self._timed(row, cost.seconds, cost.parts, chip)
+        facts = {"sent": cost.sent, "peak_bytes": cost.peak_bytes, "parts": cost.parts}
+        return self._timed(replace(row, estimate=cost, **facts), cost.seconds, chip)
 
     def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
         """Returns an estimated candidate with what the compiler said."""
         names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
-        row, estimated = replace(row, source="compiled", **facts), row.estimate
+        row = replace(row, source="compiled", **facts)
         if outcome.error:
             unknown: Any = {"bound": "", "sent": {}, "parts": {}}
             return replace(row, step_s=math.nan, utilization=math.nan, **unknown)
-        seconds = dict(estimated.seconds) if estimated else {}
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
-        row = replace(row, sent=sent)
         if chip.clock_hz is None:
+            seconds, waits = row.estimate.seconds, defaultdict[str, float](float)
             parts = {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
-            computing = sum(parts.values())
             for each in communication.collectives:
+                wire_s = each.wire_bytes / chip.ring_bytes_per_s
                 name = f"wait: {each.kind}, {each.module or each.source}"
-                delay = (
-                    each.wire_bytes / chip.ring_bytes_per_s + self.hop_s * each.times
-                )
-                parts[name] = parts.get(name, 0.0) + delay
-            seconds["network"] = sum(parts.values()) - computing
-            return self._timed(replace(row, source="roofline"), seconds, parts, chip)
+                waits[name] += wire_s + self.hop_s * each.times
+            row = replace(row, source="roofline", sent=sent, parts={**parts, **waits})
+            return self._timed(row, {**seconds, "network": sum(waits.values())}, chip)
         schedule = replay(outcome.text, chip, hop_s=self.hop_s)
+        computing = min(row.estimate.seconds["compute"], schedule.compute_s)
         # What computing takes beyond its FLOPs is for memory.
-        seconds["memory"] = max(0.0, schedule.compute_s - seconds["compute"])
-        seconds["compute"] = schedule.compute_s - seconds["memory"]
+        seconds = {"compute": computing, "memory": schedule.compute_s - computing}
         seconds["network"] = schedule.total_s - schedule.compute_s
-        return self._timed(row, seconds, schedule.parts, chip)
+        row = replace(row, sent=sent, parts=schedule.parts)
+        return self._timed(row, seconds, chip)
 
-    def _timed(self, row: Row, seconds: Seconds, parts: Seconds, chip: Chip) -> Row:
-        """Returns a row with what its time is bound by and consists of."""
+    def _timed(self, row: Row, seconds: Mapping[str, float], chip: Chip) -> Row:
+        """Returns a row with its time, and what that is bound by."""
         step_s, bound = sum(seconds.values()), max(seconds, key=lambda x: seconds[x])
         # Without what candidates compute again.
         flops = self.trace(self.options.get("remat", "none")).flops
         used = flops / (step_s * row.mesh.size * chip.flops_per_s)
-        return replace(row, step_s=step_s, bound=bound, parts=parts, utilization=used)
+        return replace(row, step_s=step_s, bound=bound, utilization=used)
 
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""

@@ -65,7 +65,7 @@ class Row:
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds
     compile_s: float = 0.0
     host_bytes: int = 0  # that the compilation took
-    estimate: Estimate | None = None  # of before the compilation
+    estimate: Estimate = Estimate({}, math.nan, {}, {})  # of before the compilation
 
     def with_options(self, **options: object) -> "Row":
         """Returns the same candidate with other options of the step."""
