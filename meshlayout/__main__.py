@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sub.add_argument
 
     add = command("plan", "rank meshes and layouts for a slice or GPUs")
-    text = "module:function or file.py:function, which returns a dict of the arguments "
-    add("problem", help=f"{text}of ml.plan: build, loss_fn, batch ...")
+    add("problem", help="file.py:function or module:function; returns plan's arguments")
     add("--topology", action="append", help="as v5e:4x4; several are compared")
     add("--budget-s", type=float, help="for how long compilations may be started")
     add("--workers", type=int, help="how many compilations go at once")
@@ -38,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = command("inspect", "print what a checkpoint holds")
     add("checkpoint", help="a checkpointer's directory")
     add("--step", type=int, help="the latest by default")
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.parse_args(arguments)).items()
+    options = {name: value for name, value in options if value is not None}
     name, is_json = options.pop("run"), options.pop("json")
     try:
         import_module("meshlayout.planning")
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed, facts = not (report.fits or report.changes), report.to_dict()
         else:
             with ml.Checkpointer(options["checkpoint"]) as checkpointer:
-                step = "latest" if options["step"] is None else options["step"]
-                report = checkpointer.inspect(step)
+                report = checkpointer.inspect(options.get("step", "latest"))
                 failed, steps = False, checkpointer.all_steps()
             facts = {"steps": steps, **vars(report)}
             report = f"steps: {', '.join(map(str, steps))}\n{report!r}"
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _problem(problem: str, **options: Any) -> dict[str, Any]:
-    """Returns the arguments of `plan` that a user's function gives, and options."""
+    """Returns the arguments of `plan`: a user's dict, and options."""
     name, _, function = problem.rpartition(":")
     sys.path.insert(0, "")  # as `python -m` does; the console script does not
     try:
@@ -80,8 +79,9 @@ def _problem(problem: str, **options: Any) -> dict[str, Any]:
     if function not in values:
         hint = did_you_mean(function, values)
         raise MeshLayoutError(f"{name} has no {function!r}.{hint}")
-    given = {name: value for name, value in options.items() if value is not None}
-    return dict(values[function]()) | given
+    if "topology" not in (given := {**values[function](), **options}):
+        raise MeshLayoutError(f"give --topology, or let {problem!r} return one.")
+    return given
 
 
 if __name__ == "__main__":

@@ -196,8 +196,9 @@ def test_a_step_is_compiled_for_a_slice_with_its_reports():
     step = ml.make_train_step(squares)
     layouts = ml.parallel.fsdp(ml.create_mesh({"batch": 4, "model": 2}))
     described = ml.TrainState.describe(build, optax.adam(0.1), layouts).abstract
-    for args in [(state, batch), (described, jax.eval_shape(lambda: batch))]:
-        program = step.compile_for("v5e:2x4", *args)
+    named = {"state": described, "batch": jax.eval_shape(lambda: batch)}
+    for args, kwargs in [((state, batch), {}), ((), named)]:
+        program = step.compile_for("v5e:2x4", *args, **kwargs)
         assert dict(program.mesh.shape) == {"batch": 4, "model": 2}
         assert program.mesh.platform == "tpu"
         assert program.communication["all_reduce"] == 1
@@ -334,6 +335,7 @@ def test_what_is_wrong_is_said_with_what_mends_it(words, changes, monkeypatch):
         {"devices": ["gpu"], **GPU},
         {"devices": ["cpu"] * 8, "JAX_NUM_CPU_DEVICES": "8", "NPROC": "16"},
         PROXY | {"no_proxy": "localhost, 10.0.0.1"},
+        PROXY | {"no_proxy": ".cluster", "JAX_COORDINATOR_ADDRESS": "a.cluster:1"},
         {"https_proxy": "http://proxy:3128"},
     ],
 )
@@ -424,12 +426,14 @@ def problem():
 def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROBLEM)
+    (tmp_path / "none.py").write_text(PROBLEM.replace('"topology"', '"cache"'))
     assert command_line.main(["plan", "mine.py:problem", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] != []
     for text, words in [
         ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
         ("mine", "'mine' is not module:function or file.py:function: "),
-        ("none.py:problem", "'none.py:problem' is not module:function"),
+        ("not.py:problem", "'not.py:problem' is not module:function"),
+        ("none.py:problem", "give --topology, or let 'none.py:problem' return one."),
     ]:
         with pytest.raises(SystemExit, match=re.escape(words)):
             command_line.main(["plan", text])

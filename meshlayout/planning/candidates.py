@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -74,28 +74,25 @@ def proposals(
 
     `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
     """
-    space = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
+    library = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
     call = f"{next(iter(values))}, batch, call=loss_fn"
     # What the model asks for is known when the first candidate has been traced.
     for axis in itertools.chain([""], traits.axes):
         for mesh in meshes(target, axis):
             batch, ways = _ways(mesh, axis, call, traits)
-            known = {**values, "ml": space, "mesh": mesh}
-            for name, *code in ways:
-                names = "layouts", "activations"
-                lines = tuple(map("{} = {}".format, names, code))
-                none = LayoutMap(mesh)
-                row = Row(name, target.name, mesh, none, none, batch, lines)
-                row = replace(row, microbatches=traits.axes.get(axis, ("", 1))[1])
+            for name, *maps in ways:
+                code = tuple(map("{} = {}".format, ("layouts", "activations"), maps))
+                none, error = LayoutMap(mesh), ""
+                known: dict[str, Any] = {**values, "ml": library, "mesh": mesh}
+                known |= {"layouts": none, "activations": none}
                 try:
                     with _checks.noted(f"while plan traces the candidate {name!r}"):
-                        maps = {
-                            x: eval(y, known) for x, y in zip(names, code, strict=True)
-                        }
-                        row = replace(row, **maps)
-                except LayoutMapError as error:  # nothing can be sharded
-                    row = replace(row, error=str(error).splitlines()[0])
-                yield row
+                        exec("\n".join(code), known)
+                except LayoutMapError as failure:  # nothing can be sharded
+                    error = str(failure).splitlines()[0]
+                made = known["layouts"], known["activations"], batch, code
+                number = traits.axes.get(axis, ("", 1))[1]
+                yield Row(name, target.name, mesh, *made, number, error=error)
 
 
 def _ways(
@@ -104,32 +101,38 @@ def _ways(
     """Returns the axes that shard batches; then names, and the code of both maps."""
     rows, both = batch_axes(mesh), "ml.parallel.compose({}, {})".format
     fsdp = f"ml.parallel.fsdp(mesh, {call})"
+    data, carry = "ml.parallel.data_parallel(mesh)", "carry"
     tensor = f"ml.parallel.tensor_parallel(mesh, {call})"
-    batch, carry, other = (rows,), "carry", "ml.parallel.data_parallel(mesh)"
-    (asked, passes), names = traits.axes.get(axis, ("", 1)), ("fsdp", "data")
+    asked, passes = traits.axes.get(axis, ("", 1))
+    batch: tuple[tuple[str, ...], ...] = (rows,)
+    ways = {"fsdp": fsdp, "data": data}
     if asked == "dispatch":
-        other = f"ml.parallel.expert_parallel(mesh, {axis!r}, {call})"
-        batch, fsdp = ((*rows, axis),), both(other, fsdp)
-        names = "fsdp + experts", "data + experts"
+        batch, experts = ((*rows, axis),), f"expert_parallel(mesh, {axis!r}, {call})"
+        experts = f"ml.parallel.{experts}"
+        ways = {"fsdp + experts": both(experts, fsdp), "data + experts": experts}
     elif asked == "pipeline":  # stages would wait for a single microbatch
-        other = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
-        fsdp = both(other, fsdp)
-        names = ("fsdp + stages", "data + stages") if passes > 1 else ()
+        stages = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
+        ways = {"fsdp + stages": both(stages, fsdp), "data + stages": stages}
+        ways = ways if passes > 1 else {}
+    elif asked == "convolution":
+        batch, ways = (rows, (axis,), (), ()), {"data + space": data}
     elif asked:
-        batch, fsdp = (rows, (axis,)), f"{fsdp[:-1]}, axes={(*rows, axis)})"
-        names, carry = ("fsdp + context", "data + context"), "carry|^residual$"
+        batch, carry = (rows, (axis,)), "carry|^residual$"
+        fsdp = f"{fsdp[:-1]}, axes={(*rows, axis)})"
+        ways = {"fsdp + context": fsdp, "data + context": data}
     elif "model" in mesh:
-        fsdp, other = both(tensor, fsdp), tensor
-        names = ("tensor + fsdp", "tensor")[: 1 if "fsdp" in mesh else 2]
+        ways = {"tensor + fsdp": both(tensor, fsdp), "tensor": tensor}
+        ways = {"tensor + fsdp": both(tensor, fsdp)} if "fsdp" in mesh else ways
     elif "fsdp" in mesh:
-        names = ("hybrid fsdp",)
-    text = f"ml.LayoutMap(mesh, {{{carry!r}: {(*batch, ...)}}})"
-    ways = [(name, x, text) for name, x in zip(names, (fsdp, other), strict=False)]
+        ways = {"hybrid fsdp": fsdp}
+    dims = str((*batch, ...)).replace("Ellipsis", "...")
+    text = f"ml.LayoutMap(mesh, {{{carry!r}: {dims}}})"
+    every = [(name, code, text) for name, code in ways.items()]
     if "model" in mesh and "residual" in traits.names:
         text = f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
-        named = [(x.replace("tensor", "tensor, sequence"), y) for x, y, _ in ways]
-        ways += [(*each, text) for each in named]
-    return batch, [(x, y, z.replace("Ellipsis", "...")) for x, y, z in ways]
+        names = (name.replace("tensor", "tensor, sequence") for name in ways)
+        every += [(*pair, text) for pair in zip(names, ways.values(), strict=True)]
+    return batch, every
 
 
 def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
@@ -152,11 +155,9 @@ def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
         for layouts in maps:
             mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
             text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"
-            carry = LayoutMap(mesh, {"carry": (rows, ...)})
+            made = layouts, LayoutMap(mesh, {"carry": (rows, ...)}), (rows,)
             if {*mesh.devices.flat} <= {*target.devices}:
-                yield Row(
-                    name, target.name, mesh, layouts, carry, (rows,), (code, text)
-                )
+                yield Row(name, target.name, mesh, *made, (code, text))
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -5,11 +5,11 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -17,14 +17,22 @@ from meshlayout import _checks, _jax, _render
 from meshlayout.cluster.environment import split_address
 
 
-_EXTRAS = (
-    *("data", "checkpoint", "gcs", "safetensors", "tensorboard", "ray"),
-    *("notebook", "tpu", "cuda"),
-)
+_EXTRAS = {  # what they install
+    "data": ("grain", "cloudpickle"),
+    "checkpoint": ("orbax-checkpoint",),
+    "gcs": ("orbax-checkpoint", "gcsfs"),
+    "safetensors": ("safetensors",),
+    "tensorboard": ("tensorboardX",),
+    "ray": ("ray", "cloudpickle"),
+    "notebook": ("jupytext", "ipykernel"),
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+}
 _PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
-# As "grain>=0.2; extra == 'data'"; as "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*".
-_PART = r"([\w-]+).*extra == .(\w+)"
-_PIN = r"(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
+# As "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*; extra == 'tpu'".
+_PIN = r"^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
+
+_Findings: TypeAlias = Iterator[tuple[object, str]]  # whether it holds, and a sentence
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,66 +77,60 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     needs = [needs] if isinstance(needs, str) else needs
     for extra in needs:
         _checks.choice("needs", extra, _EXTRAS, where="doctor")
-    devices, failure = [], ""
+    versions, devices, failure = _versions(), [], ""
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
         failure = str(error).partition("\n")[0].rstrip(".") or "none that was asked for"
-    kinds = [device.device_kind for device in devices]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if devices and devices[0].platform != "cpu":
         memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
     processes = 1 if failure else _jax.process_count()
     mesh = f'ml.create_mesh({{"batch": {len(devices) * processes}}})' if devices else ""
-    versions, wrong = _packages(needs)
-    if not devices:
-        setting = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}"
-        fix = f"{setting}: unset it, or install what it asks for, and look at the log"
-        wrong[f"JAX starts no devices ({failure}); {fix}."] = True
+    findings = [*_packages(versions, needs), *_network()]
+    if failure:
+        fix = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or"
+        fix = f"{fix} install what it asks for, and look at the log"
+        findings.append((True, f"JAX starts no devices ({failure}); {fix}."))
     elif devices[0].platform == "cpu":
-        wrong |= _cpu_faults(len(devices), versions)
-    more, advice = _settings(len(devices))
-    tables = wrong | more, advice
-    found = ([text for text, fails in x.items() if fails] for x in tables)
-    return Checkup(versions, kinds, memory, processes, mesh, *found)
+        findings += _cpus(len(devices), versions)
+    tables = findings, _advice(len(devices))
+    texts = ([text for holds, text in table if holds] for table in tables)
+    kinds = [device.device_kind for device in devices]
+    return Checkup(versions, kinds, memory, processes, mesh, *texts)
 
 
-def _packages(needs: Sequence[str]) -> tuple[dict[str, str], dict[str, object]]:
-    """Returns versions, and by sentence whether one does not fit or is missing."""
-    parts = [x for x in _requirements("meshlayout", _PART) if x[1] in _EXTRAS]
-    parts += [("libtpu", "tpu"), ("jax-cuda12-plugin", "cuda")]
-    parts += [("meshlayout", extra) for extra in needs]  # which knows the others
-    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", *_PLUGINS, *dict(parts)]
+def _versions() -> dict[str, str]:
+    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", "libtpu", *_PLUGINS]
     versions = {"Python": platform.python_version(), "jax": jax.__version__}
-    for name in names:
+    for name in [*names, *(x for extra in _EXTRAS.values() for x in extra)]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    pins = dict(x for name in ("jax", *_PLUGINS) for x in _requirements(name, _PIN))
-    table: dict[str, object] = {
-        f"jax {versions['jax']} and {name} {version} do not fit: "
-        f"pip install '{name}{pins[name]}'.": not _fits(version, pins[name])
-        for name, version in versions.items()
-        if name in pins
-    }
-    table |= {
-        f"{name} is not installed: "
-        f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'.": name not in versions
-        for name, extra in parts
-        if extra in needs
-    }
-    return versions, table
+    return versions
 
 
-def _cpu_faults(count: int, versions: Mapping[str, str]) -> dict[str, object]:
-    """Returns by sentence whether it holds where JAX uses so many CPU devices."""
+def _packages(versions: Mapping[str, str], needs: Sequence[str]) -> _Findings:
+    """Yields what does not fit, and what is missing for the extras."""
+    for owner in [name for name in ("jax", *_PLUGINS) if name in versions]:
+        lines = "\n".join(metadata.requires(owner) or ())
+        for name, pin in re.findall(_PIN, lines, re.MULTILINE):
+            bounds = sorted(map(_numbers, pin.split(",")))
+            version = versions.get(name, pin)
+            fits = bounds[0] <= _numbers(version)[: len(bounds[0])] <= bounds[-1]
+            fact = f"jax {versions['jax']} and {name} {version} do not fit"
+            yield not fits, f"{fact}: pip install '{name}{pin}'."
+    for extra in needs:
+        for name in _EXTRAS[extra]:
+            fix = f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'"
+            yield name not in versions, f"{name} is not installed: {fix}."
+
+
+def _cpus(count: int, versions: Mapping[str, str]) -> _Findings:
+    """Yields what may be wrong where JAX uses so many CPU devices."""
     flags, number, setting, nproc = (
         os.environ.get(name, "")
         for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC")
     )
-    counts = re.findall(r"device_count=(\d+)", f"{flags} device_count={number}")
-    asked = max(map(int, counts), default=0)
-    threads = int(nproc) if nproc.isdecimal() else os.cpu_count() or 1
-    is_old = _numbers(versions["jax"]) < [0, 12]  # later ones have no such deadlock
     idle = next(iter(_jax.visible_accelerators()), "").upper()
     extra, plugins = ("tpu", ["libtpu"]) if idle == "TPU" else ("cuda12", _PLUGINS)
     fix = "another process may hold it: end that, or look at what JAX logs"
@@ -138,53 +140,41 @@ def _cpu_faults(count: int, versions: Mapping[str, str]) -> dict[str, object]:
         fix = "CUDA_VISIBLE_DEVICES hides it: unset that variable"
     elif versions.keys().isdisjoint(plugins):
         fix = f"it has no plugin: pip install 'jax[{extra}]=={versions['jax']}'"
-    return {
-        f"this machine has a {idle}, but JAX uses the CPU; {fix}.": idle,
-        f"{asked} virtual devices came too late: restart, and call ml.virtual_devices("
-        f"{asked}) before any other use of JAX.": asked > count,
-        f"{count} CPU devices can deadlock on {threads} threads: set NPROC={2 * count} "
-        "before JAX starts, or call ml.virtual_devices.": (
-            threads < 2 * count > 2 and is_old
-        ),
-    }
+    yield idle, f"this machine has a {idle}, but JAX uses the CPU; {fix}."
+    counts = re.findall(r"device_count=(\d+)", f"{flags} device_count={number}")
+    asked = max(map(int, counts), default=0)
+    fix = f"restart, and call ml.virtual_devices({asked}) before any other use of JAX"
+    yield asked > count, f"{asked} virtual devices came too late: {fix}."
+    threads = int(nproc) if nproc.isdecimal() else os.cpu_count() or 1
+    is_few = threads < 2 * count > 2 and _numbers(versions["jax"]) < [0, 12]
+    fix = f"set NPROC={2 * count} before JAX starts, or call ml.virtual_devices"
+    yield is_few, f"{count} CPU devices can deadlock on {threads} threads: {fix}."
 
 
-def _settings(count: int) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns by sentence whether a setting is wrong, or could be better."""
+def _network() -> _Findings:
+    """Yields what may be wrong on the way to the coordinator."""
     given = {name.lower(): value for name, value in os.environ.items() if value}
     host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
     proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
     direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
-    nproc, config = given.get("nproc", ""), vars(jax)["config"]
+    is_direct = any(end and host.endswith(end) for end in direct.split(","))
+    fix = f"add {host} to no_proxy, or call ml.initialize(), which does"
+    yield (
+        proxy and host and not is_direct,
+        f"{proxy} is a proxy before the coordinator: {fix}.",
+    )
+
+
+def _advice(count: int) -> _Findings:
+    """Yields what could be better on so many devices."""
+    nproc, config = os.environ.get("NPROC", ""), vars(jax)["config"]
     is_slow = count == 1 and nproc.isdecimal() and int(nproc) > (os.cpu_count() or 1)
+    yield is_slow, f"NPROC={nproc} makes small products slow: unset it."
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
-    data = Path(given.get("tfds_data_dir") or Path.home() / "tensorflow_datasets")
-    wrong: dict[str, object] = {
-        f"{proxy} is a proxy before the coordinator: add {host} to no_proxy, or call "
-        "ml.initialize(), which does.": proxy
-        and host
-        and host not in direct.split(","),
-    }
-    advice: dict[str, object] = {
-        f"NPROC={nproc} makes small products slow: unset it.": is_slow,
-        "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR.": not cache,
-        "TensorFlow Datasets has no directory: set TFDS_DATA_DIR.": not data.is_dir(),
-    }
-    return wrong, advice
-
-
-def _requirements(name: str, pattern: str) -> list[tuple[str, str]]:
-    """Returns what a pattern finds in the requirements of a distribution, if any."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        lines = "\n".join(metadata.requires(name) or ())
-        return re.findall(f"^{pattern}", lines, re.MULTILINE)
-    return []
-
-
-def _fits(version: str | None, pin: str) -> bool:
-    """Returns whether a version, if any, is in "<=0.10.2,>=0.10.1" or "==0.0.42.*"."""
-    bounds = sorted(map(_numbers, pin.split(",")))
-    return bounds[0] <= _numbers(version or pin)[: len(bounds[0])] <= bounds[-1]
+    yield not cache, "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR."
+    data = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
+    fact = "TensorFlow Datasets has no directory"
+    yield not data.is_dir(), f"{fact}: set TFDS_DATA_DIR."
 
 
 def _numbers(version: str) -> list[int]:

@@ -34,14 +34,12 @@ class Chip:
 
 
 def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:
-    # The clock at which the matrix units do the peak. Compiled, a product of two 4096 x
-    # 4096 matrices takes 1.03 (v5e), 1.04 (v5p), 1.12 (v4) and 1.15 (v6e) times the
-    # ideal. Memory is what libtpu says is available; it puts 125 MB on the chip (v5e).
-    clock, source = flops / (2 * macs), f"https://cloud.google.com/tpu/docs/{name}"
-    cores = 2 if name == "v4" else 1
+    # The clock is the one at which the matrix units reach the peak. Memory is what
+    # libtpu says is available; of that on the chip it uses 125 MB (v5e).
+    source, cores = f"https://cloud.google.com/tpu/docs/{name}", 1 + (name == "v4")
     rate, port = (x / cores for x in rates)
-    facts = flops / cores, memory * 2**30, rate, 2 * port, clock, source, 1.25e8
-    return Chip(f"TPU {name}", *facts)
+    facts = flops / cores, memory * 2**30, rate, 2 * port, flops / (2 * macs), source
+    return Chip(f"TPU {name}", *facts, scratch_bytes=1.25e8)
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -62,11 +60,11 @@ _KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v6": "v6e", "v5": "v5p", "v4": "v4"}
 
 _GRIDS_2D = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _GRIDS_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
-_GRIDS = {
-    "v4": _GRIDS_3D.split(),
-    "v5e": _GRIDS_2D.split(),
-    "v5p": [*_GRIDS_3D.split(), "16x16x16", "16x16x24"],
-    "v6e": _GRIDS_2D.split(),
+_GRIDS: dict[str, tuple[str, ...]] = {
+    "v4": (*_GRIDS_3D.split(),),
+    "v5e": (*_GRIDS_2D.split(),),
+    "v5p": (*_GRIDS_3D.split(), "16x16x16", "16x16x24"),
+    "v6e": (*_GRIDS_2D.split(),),
 }
 
 # What the compiler asks of an H100 that is not there: NVIDIA's data sheet, and CUDA's
@@ -148,17 +146,6 @@ def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:
     raise MeshError(msg)
 
 
-def chip_of(device: _jax.Device) -> Chip:
-    """Returns the figures of a device, described or here, or raises MeshError."""
-    kind = str(getattr(device, "device_kind", "")).lower()
-    names = _KINDS if device.platform == "tpu" else {name: name for name in CHIPS}
-    for part, name in names.items():
-        if part in (kind if device.platform != "cpu" else "cpu"):
-            return CHIPS[name]
-    known = ", ".join(chip.name for chip in CHIPS.values())
-    raise MeshError(f"the figures of {kind!r} are not known, only of {known}.")
-
-
 @dataclass(frozen=True)
 class Slice:
     """Devices to plan for, described or here, and the grid that they are in."""
@@ -180,26 +167,30 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of each device."""
-        return chip_of(self.devices[0])
+        """The figures of each device; MeshError if they are not known."""
+        platform, kind = self.devices[0].platform, self.devices[0].device_kind.lower()
+        names = _KINDS if platform == "tpu" else {name: name for name in CHIPS}
+        text = "cpu" if platform == "cpu" else kind
+        if name := next((name for part, name in names.items() if part in text), None):
+            return CHIPS[name]
+        known = ", ".join(chip.name for chip in CHIPS.values())
+        raise MeshError(f"the figures of {kind!r} are not known, only of {known}.")
 
     def larger(self) -> "Iterator[Slice]":
         """Yields larger and larger slices of the same chips, if they are described."""
-        kind, _, grid = self.name.partition(":")
+        kind, _, grid = self.topology.partition(":")
         grids = _GRIDS.get(kind, ())
         for other in grids[grids.index(grid) + 1 :] if grid in grids else ():
             yield Slice.of(f"{kind}:{other}")
-
-
-_BYTES = r"([\d.]+)([KMGT]?)"
-_MEMORY = re.compile(rf"{_BYTES}(?: of |\) exceeds available \w+ \(){_BYTES}")
 
 
 def memory_refusal(error: BaseException) -> tuple[float, float] | None:
     """Returns the bytes that a program needs and has, if it was refused for these."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return None
-    match = _MEMORY.search(str(error))
+    size = r"([\d.]+)([KMGT]?)"
+    pattern = rf"{size}(?: of |\) exceeds available \w+ \(){size}"
+    match = re.search(pattern, str(error))
     needed, unit, available, other = match.groups() if match else ("nan", "", "nan", "")
     first, second = (2 ** (10 * " KMGT".find(x or " ")) for x in (unit, other))
     return float(needed) * first, float(available) * second

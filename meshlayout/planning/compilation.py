@@ -24,6 +24,9 @@ from meshlayout import _jax
 from meshlayout.planning.chips import describe_devices, memory_refusal
 
 
+_PROGRAM = "import pickle, sys; f, *x = pickle.load(sys.stdin.buffer); f(*x)"
+
+
 @dataclass(frozen=True)
 class Compilation:
     """A lowered program to compile, for a topology or for devices that are here."""
@@ -94,10 +97,10 @@ def compile_all(
 
 
 def _process() -> "subprocess.Popen[bytes]":
-    """Starts a process that compiles the job of its input."""
+    """Starts a process that calls a function of its input."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import main; main()"],
+        [sys.executable, "-c", _PROGRAM],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -106,20 +109,15 @@ def _process() -> "subprocess.Popen[bytes]":
     )
 
 
-def main() -> None:
-    """Compiles the job of its input, in a process of its own."""
-    _compile(*pickle.load(sys.stdin.buffer))
-
-
 def _outcome(
     job: Compilation, target: Path, process: "subprocess.Popen[bytes] | None"
 ) -> Outcome:
     """Waits for what comes of a compilation, which may be known already."""
     if process is not None:
-        log = process.communicate(pickle.dumps((job, target)))[1].decode().splitlines()
+        _, log = process.communicate(pickle.dumps((_compile, job, target)))
         if not target.exists():
             status = f"the compiler ended with status {process.returncode}"
-            return Outcome(error=": ".join([status, *log[-1:]]))
+            return Outcome(error=": ".join([status, *log.decode().splitlines()[-1:]]))
     elif not target.exists():
         _compile(job, target)
     return pickle.loads(target.read_bytes())
@@ -127,11 +125,10 @@ def _outcome(
 
 def _compile(job: Compilation, target: Path) -> None:
     """Compiles in this process, and writes what came of it."""
-    known = job.devices or describe_devices(job.topology)
-    by_id = {device.id: device for device in known}
+    devices = {x.id: x for x in job.devices or describe_devices(job.topology)}
     start = time.monotonic()
     try:
-        text, sizes = _jax.compile_module(job.module, [by_id[x] for x in job.ids])
+        text, sizes = _jax.compile_module(job.module, [devices[x] for x in job.ids])
     except jax.errors.JaxRuntimeError as error:
         refusal, line = memory_refusal(error) or (0.0, 0.0), str(error).splitlines()[0]
         outcome = Outcome("", *refusal, line, time.monotonic() - start)

@@ -9,21 +9,22 @@ Memory is a liveness of the jaxpr in its order. What is computed element by elem
 taken to be fused into what reads it, unless it is smaller than what it is made of. Seen
 in programs for TPUs: what fits on the chip is not in memory; a loop has its stacked
 results from its start, and what it reads until its end; what only matrix products read
-is kept, gathered and added up in bfloat16; sums that are added to each other are sent
-together; while a gradient is computed, the reduce-scatter of the one before goes on.
+is kept, gathered and added up in bfloat16; while a gradient is computed, the
+reduce-scatter of the one before goes on.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _jax, _paths
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
@@ -37,7 +38,8 @@ from meshlayout.planning.schedule import ring_hops
 from meshlayout.state import TrainState
 
 
-_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+_CONVOLUTION = "conv_general_dilated"
+_PRODUCTS = {"dot_general", "ragged_dot_general", _CONVOLUTION}
 # Their results are in memory; all other operations are fused into what reads them.
 _HEAVY = {"gather", "sort", "scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
 _HEAVY |= {"select_and_scatter_add", "dynamic_update_slice", *_PRODUCTS}
@@ -54,29 +56,25 @@ _CODE_BYTES = 12_000  # of a TPU program, for each operation of the jaxpr
 @dataclass(slots=True)
 class _Operation:
     name: str
+    place: str  # the module that it is for, or else its name
     inputs: list[int]  # arrays, by index
     outputs: list[int]
     runs: int
-    start: int  # the first operation of a loop; else its own place
+    start: int  # the first operation of a loop; else its own number
     flops: float  # of all devices, in one run
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
-    passed: tuple[int, Any] = (0, ())  # what goes around, along shards of factors
-
-    @property
-    def is_heavy(self) -> bool:
-        return self.name in _HEAVY or self.name.startswith("reduce_")
+    passed: tuple[int, Any, float] = (0, (), 0.0)  # around shards, and what share
 
 
 @dataclass(slots=True)
 class _Use:
-    """Where a parameter is first and last read, cast or a layer at a time."""
+    """How heavy operations read a parameter, cast or a layer at a time."""
 
     first: int
     last: int
     turns: int  # of the loop that reads it
     nbytes: int  # of what is read in a turn
-    result: int  # the largest array that is made of it
 
 
 class StepTrace:
@@ -88,20 +86,23 @@ class StepTrace:
         self.operations: list[_Operation] = []
         self.values: list[Value] = []
         self.nbytes: list[int] = []
+        self.uses: dict[int, _Use] = {}  # by parameter
         self._indices: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # of the loops that are walked through
         # Of what is only moved, what it was; what products read, and all others.
         self._origins: dict[object, object] = {}
         self._reads: dict[bool, set[object]] = {True: set(), False: set()}
-        self._flow, jaxpr = parts.Flow(visit=self._visit), traced.jaxpr.jaxpr
+        paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
+        self.modules = [path.rpartition("/")[0] or path for path in paths]
         trees = state.params, state, batch
         self.num_params, num_state, num_batch = (len(jax.tree.leaves(x)) for x in trees)
-        args: list[Value] = []
+        self._flow, args = parts.Flow(visit=self._visit), list[Value]()
+        jaxpr = traced.jaxpr.jaxpr
         for index, var in enumerate(jaxpr.invars):
             bits, dims = (index < self.num_params) << index, fresh_dims(var.aval.shape)
             args.append(Value(var.aval.shape, dims, bits, index >= num_state))
-        self.arguments = [*map(self._index, args, jaxpr.invars)]
-        results = _walk(self._flow, jaxpr, args)
+            self._index(args[-1], var)
+        self.num_arguments, results = len(args), _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
         for before, after in zip(args[:num_state], results, strict=False):
             if before.shape == after.shape:
@@ -109,22 +110,27 @@ class StepTrace:
         self.factors = [_majors(value.dims) for value in self.values]
         self.inputs = self.factors[num_state : num_state + num_batch]
         self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
+        images = [x for x in self.factors if len(x) == 4 and x[0] in self.rows]
+        self.heights = {factors[1] for factors in images} - {None}
+        self.convolves = any(op.name == _CONVOLUTION for op in self.operations)
+        # Gradients have the factors of their parameters, in a loop those of a layer.
+        self.owners: dict[Any, int] = {}
+        for index, factors in enumerate(self.factors[: self.num_params]):
+            layer = 1 if index in self.uses and self.uses[index].turns > 1 else 0
+            self.owners |= {frozenset(x): index for x in (factors[layer:], factors)}
         for op in self.operations:
-            op.summed, op.stack = {*_majors(op.summed)}, _majors(op.stack)
-            arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
-            for index in arrays:  # each shard of a dim meets all of another
-                twice = {x for x, n in Counter(self.factors[index]).items() if n > 1}
-                if twice - {None}:
-                    rest = [x for x in arrays if x != index]
-                    op.passed = min(rest, key=self.nbytes.__getitem__), twice
+            self._finish(op)
         self.flops = read_cost(traced).flops
         # The float32 arrays that only matrix products read.
         narrow = self._reads[True] - self._reads[False]
         sources = [self._origins.get(x.source, x.source) for x in self.values]
         sizes = zip(self.values, self.nbytes, sources, strict=True)
-        sizes = enumerate(sizes)
-        self.narrow = {i for i, (x, n, y) in sizes if n == 4 * x.size and y in narrow}
-        self.uses, (self.lives, self.gradients) = self._uses(), self._lives()
+        self.narrow = {
+            index
+            for index, (x, nbytes, source) in enumerate(sizes)
+            if nbytes == 4 * x.size and source in narrow
+        }
+        self.lives, self.gradients = self._lives()
 
     def _index(self, value: Value, var: Any) -> int:
         if id(value) not in self._indices:
@@ -136,16 +142,16 @@ class StepTrace:
         return self._indices[id(value)]
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
-        name, depth, place = eqn.primitive.name, self._flow.depth, len(self.operations)
+        name, depth, number = eqn.primitive.name, self._flow.depth, len(self.operations)
         is_loop = name in _LOOPS
         if name in _CALLS and not is_loop:
             return
-        start = self._starts.pop(depth + 1, place) if is_loop else place
+        start = self._starts.pop(depth + 1, number) if is_loop else number
         self._starts.setdefault(depth, start)
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        op = _Operation(name, inputs, outputs, self._flow.runs, start, flops)
+        op = _Operation(name, name, inputs, outputs, self._flow.runs, start, flops)
         self.operations.append(op)
         read = args
         if is_loop:
@@ -156,33 +162,48 @@ class StepTrace:
                 parts.link(stacks[0].dims[0], each.dims[0])
             for each in self.operations[start:] if stacks else ():
                 each.stack = (*each.stack, stacks[0].dims[0])
-        elif op.is_heavy:
+        elif _is_heavy(op):
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
+            self._use(op, number)
         sources = [self._origins.get(x.source, x.source) for x in read]
         if name in _MOVES:
             self._origins[results[0].source] = sources[0]
         else:
             self._reads[name in _PRODUCTS].update(sources)
 
-    def _uses(self) -> dict[int, _Use]:
-        """Returns how heavy operations read parameters, by index."""
-        uses: dict[int, _Use] = {}
-        for place, op in enumerate(self.operations):
-            for value in op.inputs if op.is_heavy else ():
-                weights = self.values[value].weights
-                index, result = weights.bit_length() - 1, op.outputs[0]
-                if not weights or weights != 1 << index:
-                    continue
-                whole, part = (max(1, self.values[x].size) for x in (index, value))
-                turns = min(op.runs, max(1, whole // part))
-                nbytes = self.nbytes[value] * whole // (part * turns)
-                use = uses.setdefault(index, _Use(op.start, 0, 1, nbytes, result))
-                use.last, use.turns = place, max(use.turns, turns)
-                use.nbytes = min(use.nbytes, nbytes)
-                use.result = max(use.result, result, key=self.nbytes.__getitem__)
-        return uses
+    def _use(self, op: _Operation, number: int) -> None:
+        """Notes which parameters a heavy operation reads."""
+        for value in op.inputs:
+            weights = self.values[value].weights
+            index = weights.bit_length() - 1
+            if not weights or weights != 1 << index:
+                continue
+            op.place = self.modules[index]
+            whole, part = (max(1, self.values[x].size) for x in (index, value))
+            turns = min(op.runs, max(1, whole // part))
+            nbytes = self.nbytes[value] * whole // (part * turns)
+            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes))
+            use.last, use.turns = number, max(use.turns, turns)
+            use.nbytes = min(use.nbytes, nbytes)
+
+    def _finish(self, op: _Operation) -> None:
+        """Completes what is known of an operation when all factors are."""
+        op.summed, op.stack = {*_majors(op.summed)}, _majors(op.stack)
+        arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
+        for index in arrays:  # each shard of a dim meets all of another
+            twice = {x for x, n in Counter(self.factors[index]).items() if n > 1}
+            if twice - {None}:
+                rest = [x for x in arrays if x != index]
+                op.passed = min(rest, key=self.nbytes.__getitem__), twice, 1.0
+        image = self.factors[op.inputs[0]] if op.name == _CONVOLUTION else ()
+        if heights := self.heights.intersection(image):  # its edges are passed on
+            window, size = (self.values[x].shape for x in op.inputs[1::-1])
+            op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
+        if op.flops:  # of a gradient, perhaps
+            owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
+            op.place = op.place if owner is None else self.modules[owner]
 
     def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
         """Returns the first and last operations of what is computed and needed again.
@@ -194,7 +215,7 @@ class StepTrace:
         births: dict[int, tuple[int, frozenset[int]]] = {}
         last: dict[int, int] = {}
         for place, op in enumerate(self.operations):
-            is_stored = op.is_heavy or op.name in _LOOPS
+            is_stored = _is_heavy(op) or op.name in _LOOPS
             whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
             size = sum(self.nbytes[x] for x in whence)
             for index in op.outputs:
@@ -218,6 +239,10 @@ def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
 
 
+def _is_heavy(op: _Operation) -> bool:
+    return op.name in _HEAVY or op.name.startswith("reduce_")
+
+
 def estimate(
     trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int, remat: object
 ) -> Estimate:
@@ -225,10 +250,10 @@ def estimate(
     device = _Device(trace, row, chip, hop_s, accumulate)
     device.compute()
     device.gather(2 if remat != "none" else 1)
-    seconds, computing = device.seconds, device.seconds["compute"]
-    if device.is_tpu:
-        seconds["memory"] = _BEYOND * (seconds["memory"] + computing) - computing
-    return Estimate(seconds, device.peak_bytes(), device.sent)
+    network = sum(x for k, x in device.parts.items() if k.startswith("wait: "))
+    seconds = {"compute": device.computing_s, "memory": 0.0, "network": network}
+    seconds["memory"] = sum(device.parts.values()) - network - device.computing_s
+    return Estimate(seconds, device.peak_bytes(), device.sent, device.parts)
 
 
 class _Device:
@@ -240,19 +265,24 @@ class _Device:
         self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
         self.accumulate, self.microbatches = accumulate, row.microbatches
         self.is_tpu = chip.scratch_bytes > 0
+        self.beyond = _BEYOND if self.is_tpu else 1.0
         self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
-        self.seconds = {"compute": 0.0, "memory": 0.0, "network": 0.0}
+        self.computing_s = self.held = 0.0  # what is held all the time, in bytes
+        self.parts: dict[str, float] = defaultdict(float)  # seconds
         self.sent: dict[str, float] = defaultdict(float)
         self.lives: list[tuple[int, int, float]] = []  # operations, and bytes
-        self.held = 0.0  # all the time
-        # Gradients: in how many shards, if scattered, and if added up after that.
-        self.gradients: dict[Any, tuple[int, bool, bool]] = {}
+        # By parameter, into how many shards gradients are scattered, if they are, and
+        # if these are added up after that.
+        self.gradients: dict[int, tuple[int, bool, bool]] = {}
         # Parameters are gathered along these, but not experts to which tokens are sent.
         self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
         self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
-        self.shards: dict[Any, Sequence[str]] = {}  # axes by factor
+        self.shards: dict[Any, tuple[str, ...]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
+        if len(row.batch) == 4:  # images, whose rows are in shards where they divide
+            count, axes = self.num_shards(row.batch[1]), row.batch[1]
+            self.shards |= {x: axes for x in trace.heights if x.size % count == 0}
         for index, leaf in enumerate(self.leaves[: trace.num_params]):
             pairs = zip(trace.factors[index], leaf.sharding.spec, strict=False)
             for factor, entry in pairs:
@@ -278,17 +308,23 @@ class _Device:
         return [*dict.fromkeys(itertools.chain(*known))]
 
     def send(
-        self, axes: Iterable[str], size: float, passes: float, hops: float = 1
-    ) -> float:
-        """Counts passes of a ring, an all-reduce as two; returns their seconds."""
+        self,
+        what: str,
+        axes: Iterable[str],
+        size: float,
+        passes: float,
+        *,
+        hops: float = 1,
+        waited: float = 1,
+    ) -> None:
+        """Counts passes of a ring, an all-reduce as two, and what is waited for."""
         names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
         n = self.num_shards(names)
         nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
         seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
         if n > 1:
             self.sent[", ".join(names)] += passes * nbytes
-        self.seconds["network"] += seconds
-        return seconds
+            self.parts[f"wait: {what}"] += waited * seconds
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
@@ -296,13 +332,14 @@ class _Device:
         partial: dict[int, set[str]] = {}  # sums that are added to others first
         for op in trace.operations:
             runs, size = op.runs * self.accumulate, sum(sizes[x] for x in op.outputs)
+            name = f"all_reduce, {op.place}"
             over = partial.get([*op.inputs, -1][0], set[str]())
             is_sum = bool(over) and op.name in {"add_any", "add", *_MOVES}
             if is_sum and all(partial.get(index) == over for index in op.inputs):
                 times = 1 - len(op.inputs)
-                self.send(over, size * self.spread, 2 * runs * times)
+                self.send(name, over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
-            if not op.is_heavy:
+            if not _is_heavy(op):
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
             count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
@@ -311,25 +348,27 @@ class _Device:
             computing = turns * op.runs * op.flops / count / self.chip.flops_per_s
             read = (size + sum(sizes[x] for x in op.inputs)) / stages
             seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
+            self.computing_s += computing
             reading = turns * runs * seconds
-            self.seconds["compute"] += computing
-            self.seconds["memory"] += max(0.0, reading - computing)
+            self.parts[op.place] += self.beyond * max(computing, reading)
             # Sums over rows are gradients of parameters, which follow, or few numbers.
             over = {*self.axes_in(op.summed)} - {*self.axes_in(factors), *self.rows}
-            self.send(over, size * self.spread, 2 * runs)
+            self.send(name, over, size * self.spread, 2 * runs)
             partial.update(dict.fromkeys(op.outputs if over else (), over))
-            index, twice = op.passed
-            around = self.axes_in(twice)
-            self.send(around, sizes[index] * self.num_shards(around), runs)
+            index, crossed, share = op.passed
+            around = self.axes_in(crossed)
+            whole = share * sizes[index] * self.num_shards(around)
+            self.send(f"collective_permute, {op.place}", around, whole, runs)
 
     def gather(self, times: int) -> None:
         """Counts gathers of parameters, so many in a step, and sums of gradients."""
         trace, leaves, count = self.trace, self.leaves, self.accumulate
         share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
-        transient = moved = 0.0
+        transient = 0.0
         for index, leaf in enumerate(leaves[: trace.num_params]):
+            module = trace.modules[index]
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
+            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index])
             others = self.num_shards([*(own - {*self.gathered})])
             used, size = use.nbytes / others, trace.nbytes[index] / others
             split = [axis for axis in self.gathered if axis in own]
@@ -339,56 +378,72 @@ class _Device:
             again = 2 if use.turns > 1 else times
             if split:
                 runs = count * use.turns
-                seconds = self.send(split, part, again * runs)
-                seconds += self.send(split, used, runs)
-                self.seconds["network"] -= (1 - _WAITED) * seconds
-                # Small matrices are multiplied in parts, as they come, if they are in
-                # as many as the batch: each part reads and writes the results.
-                if self.is_tpu and not whole and part < self.sizes[use.result]:
-                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
+                facts: Any = {"waited": _WAITED}
+                self.send(f"all_gather, {module}", split, part, again * runs, **facts)
+                self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
                 transient = max(transient, again * part)
                 self.lives += [(use.first, use.last, part)] * (again == 1)
             if use.turns > 1 and part < used:  # a loop's, before it
                 self.lives.append((use.first, use.last, part * use.turns / n))
-            self.send(whole, used * use.turns / n, 2, share)
-            shares = n, bool(split), bool(whole)
-            self.gradients[frozenset(trace.factors[index])] = shares
-            if use.turns > 1:
-                self.gradients.setdefault(frozenset(trace.factors[index][1:]), shares)
+            nbytes = used * use.turns / n
+            self.send(f"all_reduce, {module}", whole, nbytes, 2, hops=share)
+            self.gradients[index] = n, bool(split), bool(whole)
             self.held += size / n if count > 1 else 0.0
         on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
         self.held += sum(map(shard_bytes, on_device)) + transient
-        self.held += sum(self.sizes[len(leaves) : len(trace.arguments)]) * count
+        self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
-        moved += 7 / 3 * sum(map(shard_bytes, leaves))
-        self.seconds["memory"] += moved / self.chip.memory_bytes_per_s
-        self.seconds["memory"] += _START_S * trace.num_params
+        moved = 7 / 3 * sum(map(shard_bytes, leaves))
+        updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
+        self.parts["optimizer"] += self.beyond * updating
+
+    def padded(self, index: int) -> float:
+        """Returns the bytes of an array in memory, which TPUs divide into tiles."""
+        dims = zip(
+            self.trace.values[index].shape, self.trace.factors[index], strict=True
+        )
+        shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
+        return self.sizes[index] * (_padding(*shard) if self.is_tpu else 1.0)
 
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
         trace, before = self.trace, (0, 0.0, False)
-        lives = [(first, last, self.sizes[i]) for first, last, i in trace.lives]
+        lives = [(first, last, self.padded(i)) for first, last, i in trace.lives]
+        lives += self.lives
+        chip, memory, made = np.zeros((3, len(trace.operations) + 1))
+        # Collectives take gradients from memory.
         for place, index in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
-            shares = self.gradients.get(frozenset(trace.factors[index]))
-            if shares and op.name in _LOOPS:  # stacked ones are added up after the loop
-                size *= (2 if shares[2] else 1) / shares[0]
-                lives.append((op.start, len(trace.operations), size))
-            elif shares:
-                lives.append((place, place, size))
-                if size > before[1] / 8:
-                    if before[2]:  # its reduce-scatter goes on
-                        lives.append((before[0] + 1, place, before[1]))
-                    before = place, size, shares[1]
-        # Compilers keep on the chip what fits there, first what is needed shortly.
-        taken = np.zeros((2, len(trace.operations) + 1))
-        lives = sorted([*self.lives, *lives], key=lambda x: x[1] - x[0])
-        for first, last, size in lives:
-            chip, memory = taken[:, first : last + 1]
-            fits = size + chip.max(initial=0.0) <= self.chip.scratch_bytes
-            (chip if fits else memory)[:] += size
-        return self.held + _GAPS * float(taken[1].max())
+            owner = trace.owners.get(frozenset(trace.factors[index]))
+            if owner is None:
+                continue
+            n, is_scattered, is_summed = self.gradients[owner]
+            if op.name in _LOOPS:  # stacked ones are added up after the loop
+                memory[op.start :] += (1 + is_summed) * size / n
+                continue
+            memory[place] += size
+            if size > before[1] / 8:
+                if before[2]:  # its reduce-scatter goes on
+                    memory[before[0] + 1 : place + 1] += before[1]
+                before = place, size, is_scattered
+        # Compilers keep on the chip what fits there and is needed before much else is
+        # made, first what is needed shortly.
+        for first, _, size in lives:
+            made[first:] += size
+        for first, last, size in sorted(lives, key=lambda x: x[1] - x[0]):
+            room = self.chip.scratch_bytes - chip[first : last + 1].max(initial=0.0)
+            is_soon = made[last] - made[first] <= 2 * self.chip.scratch_bytes
+            (chip if is_soon and size <= room else memory)[first : last + 1] += size
+        return self.held + _GAPS * float(memory.max())
+
+
+@functools.cache
+def _padding(*shape: int) -> float:
+    """Returns how much larger an array is in tiles of 8 x 128, in its best layout."""
+    ratios = [[-(-n // tile) * tile / max(1, n) for n in shape] for tile in (8, 128)]
+    pairs = itertools.permutations(range(len(shape)), 2)
+    return min((ratios[0][i] * ratios[1][j] for i, j in pairs), default=1.0)
 
 
 def shard_bytes(leaf: Leaf) -> int:

@@ -79,8 +79,9 @@ def compile_for(
 
     # A batch from the host has no layout: the step gives it one.
     whole = mesh.layout(...).sharding
-    state = jax.tree.map(lambda leaf: moved(leaf, whole), args[:1])
-    args, kwargs = jax.tree.map(moved, ((*args[1:],), kwargs))
+    state, *rest = args or (kwargs.pop(step._state_name, None),)
+    state = jax.tree.map(lambda leaf: moved(leaf, whole), state)
+    rest, kwargs = jax.tree.map(moved, (rest, kwargs))
     if (layouts := step._options["layouts"]) and layouts.mesh != mesh:
         rules = {pattern: moved_rule(rule) for pattern, rule in layouts.items()}
         options = layouts._arguments() | {"mesh": mesh, "rules": rules, "default": None}
@@ -88,9 +89,9 @@ def compile_for(
         step._options = step._options | {"layouts": LayoutMap(**options)}
     try:  # JAX's cache cannot read programs for devices that are not here
         with _jax.min_cached_s(math.inf):
-            compiled = step.lower(*state, *args, **kwargs).compile()
+            compiled = step.lower(state, *rest, **kwargs).compile()
             reports: Any = step.cost, step.memory, step.communication
-            reports = [report(*state, *args, **kwargs) for report in reports]
+            reports = [report(state, *rest, **kwargs) for report in reports]
     except jax.errors.JaxRuntimeError as error:
         if not (refusal := memory_refusal(error)):
             raise
@@ -121,15 +122,16 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
         raise StepError("save_compiled takes a step that was called: call it first.")
     program, leaves = called[-1].called
     args, kwargs = program.treedef.unflatten(map(_abstract, leaves, program.layouts))
-    lowered = called[-1].trace(*args, **kwargs).lower()
+    lowered = called[-1].lower(*args, **kwargs)
     # XLA cannot save a CPU program that the cache had. With an option, by its default,
     # it is neither there nor what JAX remembers; a test notices.
     is_cpu = _devices_of(program)[0].platform == "cpu"
     options: Any = {"xla_embed_ir_in_executable": False} if is_cpu else None
     with _jax.min_cached_s(math.inf):
         payload, *_ = _jax.serialize(lowered.compile(options))
-    content, target = pickle.dumps((_text(program, lowered), payload)), _own_path(path)
+    target = _own_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    content = pickle.dumps((_key_of(program, lowered), payload))
     target.write_bytes(zlib.compress(content, level=1))
 
 
@@ -143,17 +145,17 @@ def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     """
     target = _own_path(path)
     try:  # the bytes have a checksum
-        saved = [*pickle.loads(zlib.decompress(target.read_bytes()))]
+        saved = pickle.loads(zlib.decompress(target.read_bytes()))
     except (OSError, zlib.error) as error:
         msg = f"{str(target)!r} is no file of save_compiled, or it is damaged"
         raise StepError(f"{msg}: {error}. Save it anew.") from error
-    _compare(target, saved[0], _text())
+    _compare(target, saved[0], _key_of())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
-    step.executable = functools.partial(_saved_or_jitted, target, saved)
+    step.executable = functools.partial(_executable, target, [saved])
 
 
-def _saved_or_jitted(
-    path: Path, saved: list[Any], program: Any, static: tuple[str, ...]
+def _executable(
+    path: Path, saved: list[tuple[str, bytes]], program: Any, static: tuple[str, ...]
 ) -> Callable[..., Any]:
     """Returns a program's jitted function, whose first call takes what is saved."""
     jitted, loaded = program.jitted, list[Any]()
@@ -165,11 +167,11 @@ def _saved_or_jitted(
         values = [(key, type(x), x) for key, x in pairs if key in keys]
         if saved:
             lowered, devices = jitted.lower(*args, **kwargs), _devices_of(program)
-            _compare(path, saved[0], _text(program, lowered))
+            _compare(path, saved[0][0], _key_of(program, lowered))
             trees = jax.tree.structure(lowered.args_info), lowered.out_tree
             where: Any = {"backend": devices[0].client, "execution_devices": devices}
-            loaded[:] = values, _jax.deserialize_and_load(saved[1], *trees, **where)
-            saved.clear()
+            _, payload = saved.pop()
+            loaded[:] = values, _jax.deserialize_and_load(payload, *trees, **where)
         if loaded[:1] == [values]:
             rest = [x for index, x in enumerate(args) if index not in keys]
             named = {name: x for name, x in kwargs.items() if name not in keys}
@@ -186,23 +188,22 @@ def _devices_of(program: Any) -> list[_jax.Device]:
     return on_mesh or [*program.devices] or jax.local_devices()[:1]
 
 
-def _text(program: Any = None, lowered: Any = None) -> str:
+def _key_of(program: Any = None, lowered: Any = None) -> str:
     """Returns what a program is compiled for, and what it does, where there is one."""
     info = str(jax.print_environment_info(return_string=True)).splitlines()[:6]
     platform = jax.devices()[0].client.platform_version
-    text = "\n".join([*info, platform, f"hardware {_jax.hardware_key()}"])
+    lines = [*info, platform, f"hardware {_jax.hardware_key()}"]
     if program:
-        text += f"\ndevices {[device.id for device in _devices_of(program)]}"
-        text += f"\n{lowered.as_text()}"
-    return text
+        devices = [device.id for device in _devices_of(program)]
+        lines += [f"devices {devices}", lowered.as_text()]
+    return "\n".join(lines)
 
 
 def _compare(path: Path, saved: str, here: str) -> None:
-    """Raises StepError if a saved text does not begin as the one here."""
-    if not saved.startswith(here):
-        pairs = enumerate(zip(saved, here, strict=False))
-        first = next((index for index, (x, y) in pairs if x != y), len(saved))
-        start = max(first - 60, saved.rfind("\n", 0, first) + 1)  # lines may be long
+    """Raises StepError if a saved key does not begin as the one here."""
+    common = os.path.commonprefix([saved, here])  # noqa: RUF071 (letter by letter)
+    if common != here:
+        start = max(len(common) - 60, common.rfind("\n") + 1)  # lines may be long
         old, new = (text[start:][:200].partition("\n")[0] for text in (saved, here))
         fact = f"{str(path)!r} holds another program than this one"
         raise StepError(f"{fact} (- saved, + here): -{old} +{new}. Save it anew.")

@@ -1,8 +1,10 @@
-"""What is planned: a model, its loss and a batch, traced once for all candidates."""
+"""What is planned: a step, traced once, and what it costs on candidates' meshes."""
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,13 +13,18 @@ import numpy as np
 from flax import linen as nn
 
 from meshlayout import _paths
-from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import batch_axes, num_examples
+from meshlayout._annotations import Batch
+from meshlayout._batches import leaf_layout, num_examples
+from meshlayout.errors import MeshLayoutError
 from meshlayout.exchange.axes import asked_axes
+from meshlayout.hlo import read_communication
 from meshlayout.layout_map import LayoutMap
 from meshlayout.planning.candidates import Traits, bfloat16_state
-from meshlayout.planning.estimate import StepTrace
+from meshlayout.planning.chips import Chip
+from meshlayout.planning.compilation import Outcome
+from meshlayout.planning.estimate import StepTrace, estimate
 from meshlayout.planning.rows import Row
+from meshlayout.planning.schedule import replay
 from meshlayout.state import TrainState
 from meshlayout.state.creation import place
 from meshlayout.state.train_state import Optimizer
@@ -25,36 +32,33 @@ from meshlayout.step import make_train_step
 from meshlayout.step.model_call import Remat, _block_paths
 
 
+@dataclass(eq=False)
 class Problem:
     """What `plan` was given, and what tracing it shows."""
 
-    def __init__(
-        self,
-        build: Callable[[], Any],
-        loss_fn: Callable[..., Any],
-        batch: Batch,
-        optimizer: Optimizer,
-        module: nn.Module | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.build, self.loss_fn, self.module = build, loss_fn, module
+    build: Callable[[], Any]
+    loss_fn: Callable[..., Any]
+    batch: Batch
+    optimizer: Optimizer
+    module: nn.Module | None
+    options: Mapping[str, Any]  # of the step
+    hop_s: float
+
+    def __post_init__(self) -> None:
         # Arrays abstract, and of the dtypes that steps take them in.
-        self.batch, self.optimizer = jax.eval_shape(lambda x: x, batch), optimizer
-        self.options, self.traits = options, Traits()
+        self.batch, self.traits = jax.eval_shape(lambda x: x, self.batch), Traits()
         leaves, integer = jax.tree.leaves(self.batch), jnp.integer
         texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
         tokens = max((x.size for x in texts), default=0)
-        self.facts: dict[str, Any] = {
-            "rows": num_examples(self.batch),
-            "tokens": tokens,
-        }
+        facts = {"rows": num_examples(self.batch), "tokens": tokens}
+        given = {k: x for k, x in self.options.items() if k != "layouts"}
+        self.facts: dict[str, Any] = {**facts, "given": given}
         # What the code of candidates takes, with what is called first.
-        self.values: dict[str, object] = (
-            {"module": module} if module else {"build": build}
-        )
-        self.values |= {"batch": self.batch, "loss_fn": loss_fn}
-        if module:
+        self.values: dict[str, object] = {"build": self.build}
+        if self.module:
+            self.values = {"module": self.module}
             self.facts["create"] = "build, optimizer, layouts, module=module"
+        self.values |= {"batch": self.batch, "loss_fn": self.loss_fn}
         self.described = functools.cache(self._described)
         self.trace = functools.cache(self._trace)
 
@@ -63,34 +67,30 @@ class Problem:
         default = {"remat": "none", "accumulate": 1, "layouts": row.activations}
         return {**default, **self.options, **row.step_options}
 
-    @property
-    def flops(self) -> float:
-        """The FLOPs of a step, without what candidates compute again."""
-        trace = self.trace(self.options.get("remat", "none"))
-        return trace.flops if trace else math.nan
-
     def _described(self, is_bfloat16: bool = False) -> Any:  # noqa: FBT001, FBT002
         """Returns the state on one device."""
         one = LayoutMap(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",)))
         tx = bfloat16_state(self.optimizer) if is_bfloat16 else self.optimizer
         return TrainState.describe(self.build, tx, one, module=self.module)
 
-    def _trace(self, remat: Remat) -> StepTrace | None:
-        """Returns the traced step; None if there are no blocks to recompute."""
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model has blocks to recompute."""
+        return bool(_block_paths(self.described().abstract.params))
+
+    def _trace(self, remat: Remat) -> StepTrace:
         state = self.described().abstract
-        is_given = remat != "blocks" or "remat" in self.options
-        if not is_given and not _block_paths(state.params):
-            return None
         noted = LayoutMap(state.step.sharding.mesh, {".": self._note})
         options = {"layouts": noted, **self.options, "remat": remat, "accumulate": 1}
         step = make_train_step(self.loss_fn, **options)
-        state = step._plan.update.prepared(state)
-        token = asked_axes.set(self.traits.axes)
+        state, token = step.prepare(state), asked_axes.set(self.traits.axes)
         try:
             traced = step.trace(state, self.batch)
         finally:
             asked_axes.reset(token)
         trace = StepTrace(traced, state, self.batch)
+        if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
+            self.traits.axes["height"] = "convolution", 1
         paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
         looped = [paths[index] for index, use in trace.uses.items() if use.turns > 1]
         names = dict.fromkeys(path.split("/")[0] for path in looped)
@@ -101,15 +101,68 @@ class Problem:
         self.traits.names.add(name)
         return (None,) * len(shape)
 
-    def state(self, row: Row) -> TrainState[Any]:
-        """Returns the abstract state in the layouts of a candidate."""
+    def estimate(self, row: Row, chip: Chip) -> Row:
+        """Returns a candidate with its estimate, or why it cannot be estimated."""
+        memory = min(row.memory_bytes, chip.memory_bytes)
+        row = replace(row, memory_bytes=memory, **self.facts)
+        options = self.options_of(row)
+        if row.error:
+            return row
+        trace, count = self.trace(options["remat"]), options["accumulate"]
+        if row.rows % (row.num_row_shards * count):
+            line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
+            return replace(row, error=f"{line} and {count} microbatches.")
         traced = self.described(row.is_bfloat16)._traced
-        return place(traced, row.layouts, row.layouts.resolve).abstract
+        try:
+            state = place(traced, row.layouts, row.layouts.resolve).abstract
+        except MeshLayoutError as error:
+            return replace(row, error=str(error).splitlines()[0])
+        row = replace(row, state=state)
+        cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
+        facts = {"sent": cost.sent, "peak_bytes": cost.peak_bytes, "parts": cost.parts}
+        return self._timed(replace(row, estimate=cost, **facts), cost.seconds, chip)
+
+    def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
+        """Returns an estimated candidate with what the compiler said."""
+        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
+        row = replace(row, source="compiled", **facts)
+        if outcome.error:
+            unknown: Any = {"bound": "", "sent": {}, "parts": {}}
+            return replace(row, step_s=math.nan, utilization=math.nan, **unknown)
+        communication = read_communication(outcome.text, row.mesh)
+        sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
+        if chip.clock_hz is None:
+            seconds, waits = row.estimate.seconds, defaultdict[str, float](float)
+            parts = {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
+            for each in communication.collectives:
+                wire_s = each.wire_bytes / chip.ring_bytes_per_s
+                name = f"wait: {each.kind}, {each.module or each.source}"
+                waits[name] += wire_s + self.hop_s * each.times
+            row = replace(row, source="roofline", sent=sent, parts={**parts, **waits})
+            return self._timed(row, {**seconds, "network": sum(waits.values())}, chip)
+        schedule = replay(outcome.text, chip, hop_s=self.hop_s)
+        computing = min(row.estimate.seconds["compute"], schedule.compute_s)
+        # What computing takes beyond its FLOPs is for memory.
+        seconds = {"compute": computing, "memory": schedule.compute_s - computing}
+        seconds["network"] = schedule.total_s - schedule.compute_s
+        row = replace(row, sent=sent, parts=schedule.parts)
+        return self._timed(row, seconds, chip)
+
+    def _timed(self, row: Row, seconds: Mapping[str, float], chip: Chip) -> Row:
+        """Returns a row with its time, and what that is bound by."""
+        step_s, bound = sum(seconds.values()), max(seconds, key=lambda x: seconds[x])
+        # Without what candidates compute again.
+        flops = self.trace(self.options.get("remat", "none")).flops
+        used = flops / (step_s * row.mesh.size * chip.flops_per_s)
+        return replace(row, step_s=step_s, bound=bound, utilization=used)
 
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""
         step, batch = make_train_step(self.loss_fn, **self.options_of(row)), self.batch
-        if row.batch[0] != batch_axes(row.mesh):
-            rows = row.mesh.layout(row.batch[0], ...).sharding
-            batch: PyTree = jax.tree.map(lambda x: x.update(sharding=rows), batch)
+        if row.batch_dims is not None:
+            layout = row.mesh.layout(*row.batch_dims)
+            batch: Batch = jax.tree.map(
+                lambda x: x.update(sharding=leaf_layout(layout, x.ndim).sharding), batch
+            )
         return step.lower(row.state, batch)

@@ -1,7 +1,7 @@
 """The result of `plan`: candidates, what they cost, and what their time consists of."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,10 @@ from meshlayout.parallel import zero_rule
 
 _OFFLOAD = 'layouts |= {"^opt_state/": ml.zero_rule(mesh, memory_kind="pinned_host")}'
 _BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
+_HEADERS = ("topology", "mesh", "layouts", "memory", "step", "bound")
+_HEADERS = (*_HEADERS, "examples per s", "MFU", "sent", "")
+_FACTS = """topology source step_s bound peak_bytes memory_bytes utilization error sent
+    compile_s host_bytes fits examples_per_s tokens_per_s"""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Estimate:
     seconds: Mapping[str, float]  # compute, memory beyond it, and network
     peak_bytes: float
     sent: Mapping[str, float]
+    parts: Mapping[str, float]  # seconds by module, and of waiting for collectives
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +49,7 @@ class Row:
     code: tuple[str, ...] = ()  # that makes the maps
     microbatches: int = 1  # of a pipeline
     create: str = "build, optimizer, layouts"  # what `TrainState.create` takes
+    given: Mapping[str, Any] = field(default_factory=dict)  # options for all candidates
     step_options: Mapping[str, Any] = field(default_factory=dict)  # besides those given
     state: PyTree = None  # abstract, in its layouts
     error: str = ""  # why there is no program: the compiler's first line
@@ -59,7 +65,7 @@ class Row:
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds
     compile_s: float = 0.0
     host_bytes: int = 0  # that the compilation took
-    estimate: Estimate | None = None  # of before the compilation
+    estimate: Estimate = Estimate({}, math.nan, {}, {})  # of before the compilation
 
     def with_options(self, **options: object) -> "Row":
         """Returns the same candidate with other options of the step."""
@@ -86,6 +92,14 @@ class Row:
         return self.mesh.axis_size(self.batch[0])
 
     @property
+    def batch_dims(self) -> tuple[Any, ...] | None:
+        """How each dim of batches is sharded, if not over the usual axes of rows."""
+        rows, *others = self.batch
+        if len(others) > 1:  # images
+            return self.batch
+        return None if rows == batch_axes(self.mesh) else (rows, ...)
+
+    @property
     def fits(self) -> bool:
         """Whether there is a program, and it fits each device's memory."""
         return not self.error and not self.peak_bytes > self.memory_bytes
@@ -103,19 +117,20 @@ class Row:
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the maps, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
-        options = [f"{name}={value!r}" for name, value in self.step_options.items()]
-        call = ", ".join(["loss_fn", "layouts=activations", *options, "**step_options"])
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
-        if self.batch[0] != batch_axes(self.mesh):
-            lines.append(f"batch_layout = mesh.layout({self.batch[0]}, ...)")
-        return "\n".join([*lines, f"train_step = ml.make_train_step({call})"])
+        if self.batch_dims is not None:
+            dims = str(self.batch_dims).replace("Ellipsis", "...")
+            lines.append(f"batch_layout = mesh.layout{dims}")
+        call = "ml.make_train_step(loss_fn, layouts=activations"
+        for name, value in {**self.step_options, **self.given}.items():
+            is_plain = isinstance(value, (str, float, int))
+            call += f", {name}={value!r}" if is_plain else f", {name}={name}"
+        return "\n".join([*lines, f"train_step = {call})"])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON; numbers that are not known are None."""
-        names = "topology source step_s bound peak_bytes memory_bytes utilization error"
-        names += " sent compile_s host_bytes fits examples_per_s tokens_per_s"
-        facts: dict[str, Any] = {x: getattr(self, x) for x in names.split()}
+        facts: dict[str, Any] = {x: getattr(self, x) for x in _FACTS.split()}
         for name, value in facts.items():
             if isinstance(value, float) and not math.isfinite(value):
                 facts[name] = None
@@ -133,11 +148,10 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns the texts of a line in a table; see `Ranking`."""
-        room, side = self.memory_bytes - self.peak_bytes, "left"
-        fits = "fits" if self.fits else self.error[:72]
-        if room < 0:
-            fits, side = "too large", "over"
+        room = self.memory_bytes - self.peak_bytes
+        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
         if math.isfinite(room) and (self.fits or room < 0):
+            side = "left" if self.fits else "over"
             fits += f", {_render.bytes_text(abs(room))} {side}"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
@@ -173,13 +187,15 @@ class Ranking:
         for row in (*self.rows, *self.changes):
             if row.fits:
                 return row
-        msg = "no candidate fits, and no change of one: take a larger slice."
-        raise MeshLayoutError(msg)
+        errors = [row.error for row in self.rows if row.error]
+        why = errors[0] if errors else "take a larger slice."
+        raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
         """Returns what the time of a row, or of its place in `rows`, consists of."""
         chosen = self.rows[row] if isinstance(row, int) else row
-        parts, total = [*chosen.parts.items()], sum(chosen.parts.values())
+        total = sum(chosen.parts.values())
+        parts = sorted(chosen.parts.items(), key=lambda x: -x[1])
         parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
         lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
         headers = ["what", "time", "share"]
@@ -188,19 +204,16 @@ class Ranking:
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON."""
         rows, changes = ([x.to_dict() for x in y] for y in (self.rows, self.changes))
-        return {"rows": rows, "changes": changes, "notes": list(self.notes)}
+        return {"rows": rows, "changes": changes, "notes": [*self.notes]}
 
     def __repr__(self) -> str:
-        return _render.text_table(*self._table())
+        return self._drawn(_render.text_table)
 
     def _repr_html_(self) -> str:
-        headers, cells, align, notes = self._table()
-        return _render.html_table(headers, cells, align, notes=notes)
+        return self._drawn(_render.html_table)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
-        headers = "topology", "mesh", "layouts", "memory", "step", "bound"
-        headers = [*headers, "examples per s", "MFU", "sent", ""]
+    def _drawn(self, table: Callable[..., str]) -> str:
         notes = ["Nothing fits."] * (not self.fits) + [*self.notes]
-        notes += [f"would fit: {row}" for row in self.changes]
+        notes += [f"would fit {x.topology}: {x!r}" for x in self.changes]
         cells = [row.cells() for row in self.rows]
-        return headers, cells, "llllrlrrll", notes
+        return table(_HEADERS, cells, "llllrlrrll", notes=notes)

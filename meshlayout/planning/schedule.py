@@ -56,10 +56,9 @@ def replay(text: str, chip: Chip, *, hop_s: float = 1e-6) -> Replay:
     program = Program(text)
     run = _Run(program, Origins(program, {}, ()), chip, chip.clock_hz, hop_s)
     run.computation(program.entry)
-    totals, parts = run.totals, dict[str, float]()
-    for key, seconds in sorted(totals.items(), key=lambda x: -x[1]):
-        if key.startswith("part "):
-            parts[key.removeprefix("part ")] = seconds
+    totals = run.totals
+    parts = {x[5:]: totals[x] for x in totals if x.startswith("part ")}
+    parts = dict(sorted(parts.items(), key=lambda x: -x[1]))
     counts = round(totals["async"]), round(totals["sync"])
     compute_s, alone_s, total_s = (totals[x] for x in ("compute", "alone", "now"))
     return Replay(compute_s, alone_s, total_s, *counts, totals["sent"], parts)
@@ -84,24 +83,22 @@ class _Run:
             called = self.program.called(instruction)
             if instruction.opcode == "while":
                 self._loop(instruction)
-            elif instruction.opcode == "conditional" and called:
+            elif instruction.opcode in ("conditional", "call") and called:
                 self.computation(max(called, key=self._cycles))
-            elif instruction.opcode == "call" and called:
-                self.computation(called[0])
             else:
                 self._step(instruction, called)
 
     def _loop(self, loop: Instruction) -> None:
         count = self.program._trip_count(loop)
-        turns, body = 1 if count is None else count, loop.callee("body")
-        for _ in range(min(turns, 1)):
-            self.computation(body)
-        if turns > 1:
-            before = defaultdict(float, self.totals)
-            self.computation(body)
+        turns, before = 1 if count is None else count, dict[str, float]()
+        for _ in range(min(turns, 2)):
+            before = {**self.totals}
+            self.computation(loop.callee("body"))
+        if turns > 2:
+            now = self.totals["now"]
             for key, value in [*self.totals.items()]:
-                self.totals[key] = value + (turns - 2) * (value - before[key])
-            later = (turns - 2) * (self.totals["now"] - before["now"]) / (turns - 1)
+                self.totals[key] += (turns - 2) * (value - before.get(key, 0.0))
+            later = self.totals["now"] - now
             self.network_free += later
             for key, (end, compute, name) in self.pending.items():
                 self.pending[key] = end + later, compute, name
@@ -120,9 +117,8 @@ class _Run:
         elif instruction.opcode.endswith("-start"):
             start = instruction
         elif collective is not None:
-            text = "".join(x.rest for x in inner)
+            text, name = "".join(x.rest for x in inner), collective.computation
             starts, ends = (f"AsyncCollective{x}" in text for x in ("Start", "Done"))
-            name = collective.computation
             is_piece = collective is not instruction and bool(_PIECE.match(name))
             if is_piece and (name.startswith("async_collective") or starts or ends):
                 # In the pieces between, it computes while a collective goes on.
@@ -130,7 +126,7 @@ class _Run:
                 start, done = key if starts else None, key if ends else None
             else:
                 start = done = instruction
-                cycles = 0 if collective is instruction else cycles
+                cycles *= collective is not instruction
         if start is not None and collective is not None:
             self._send(start, collective)
         totals, seconds = self.totals, cycles / self.clock_hz

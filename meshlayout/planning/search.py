@@ -1,32 +1,32 @@
 """`plan`: estimates every candidate, and compiles the best of them."""
 
+import functools
+import itertools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import jax
 from flax import linen as nn
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.errors import MeshLayoutError
-from meshlayout.hlo import read_communication
 from meshlayout.mesh import Mesh
 from meshlayout.planning import candidates as ways
 from meshlayout.planning.chips import Slice
-from meshlayout.planning.compilation import Compilation, Outcome, compile_all, job_of
-from meshlayout.planning.estimate import estimate
+from meshlayout.planning.compilation import Compilation, compile_all, job_of
 from meshlayout.planning.problem import Problem
 from meshlayout.planning.rows import Ranking, Row
-from meshlayout.planning.schedule import replay
 from meshlayout.state.train_state import Optimizer
 from meshlayout.step import make_train_step
 
+
+_Change: TypeAlias = Callable[[Row], Row]
 
 _NUM_COMPILED, _MOST_COMPILED = 4, 12  # at the least and at the most, without a budget
 _HOST_BYTES = 4 * 2**30  # that a compilation may take, to say how many go at once
@@ -97,17 +97,16 @@ def plan(
     if budget_s is not None:
         budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
         deadline = time.monotonic() + budget_s
-    count = workers or _num_workers()
-    count = _checks.count("workers", count if workers is None else workers, **where)
+    count = _num_workers() if workers is None else workers
+    count = _checks.count("workers", count, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
-    is_single = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
-    targets: list[Any] = [topology] if is_single else [*topology]
+    is_list = isinstance(topology, Sequence) and not isinstance(topology, str)
+    targets: Any = topology if is_list else [topology]
     slices = {x.name: x for x in map(Slice.of, targets)}
     folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
-    problem = Problem(build, loss_fn, batch, optimizer, module, step_options)
-    search = _Search(problem, slices, deadline, count, folder, hop_s, progress)
-    return search.run(candidates)
+    problem = Problem(build, loss_fn, batch, optimizer, module, step_options, hop_s)
+    return _Search(problem, slices, deadline, count, folder, progress).run(candidates)
 
 
 @dataclass
@@ -119,7 +118,6 @@ class _Search:
     deadline: float
     workers: int
     cache: Path
-    hop_s: float
     progress: bool
     notes: list[str] = field(default_factory=list)
 
@@ -127,11 +125,17 @@ class _Search:
         start, rows, changes = time.monotonic(), list[Row](), list[Row]()
         try:
             for target in [*self.slices.values()]:
-                for row in self._proposals(target, candidates):
+                proposals = self._proposals(target)
+                if candidates is not None:
+                    proposals = ways.given(candidates, target)
+                for row in proposals:
                     with _checks.noted(f"while plan traces the candidate '{row}'"):
                         rows += self._estimates(row)
+            for name in [*(candidates or ())]:
+                if all(row.name != name for row in rows):
+                    self.notes.append(f"{name!r} is for other devices than these.")
             if not rows:
-                fact = f"plan: no candidate is for {', '.join(self.slices)}"
+                fact = f"plan: no candidate is for {[*self.slices]}"
                 fix = "Give functions of a mesh, or layout maps on one of these devices"
                 raise MeshLayoutError(f"{fact}. {fix}.")
             rows.sort(key=_order)
@@ -149,78 +153,57 @@ class _Search:
             sys.stderr.write(f"plan: {line}\n")
             sys.stderr.flush()
 
-    def _proposals(
-        self, target: Slice, candidates: ways.Candidates | None = None
-    ) -> Iterator[Row]:
-        facts: Any = {**self.problem.facts, "memory_bytes": target.chip.memory_bytes}
-        rows = ways.proposals(target, self.problem.values, self.problem.traits)
-        for row in rows if candidates is None else ways.given(candidates, target):
-            yield replace(row, **facts)
+    def _proposals(self, target: Slice) -> Iterator[Row]:
+        return ways.proposals(target, self.problem.values, self.problem.traits)
 
-    def _smaller(self, row: Row, *, is_last: bool = False) -> Iterator[Row]:
-        """Yields a candidate with one change after another that takes less memory.
-
-        At last also with those of its layouts, of its numbers and of the slice.
-        """
-        given, target = {**self.problem.options, **row.step_options}, row.topology
-        if "remat" not in given and self.problem.trace("blocks") is not None:
-            yield (row := row.with_options(remat="blocks"))
-        options, rows = dict(row.step_options), row.rows // row.num_row_shards
-        for count in (2, 4, 8, 16, 32)[: 5 if is_last else 3]:
-            is_free = "accumulate" not in self.problem.options
-            if is_free and count > given.get("accumulate", 1) and rows % count == 0:
-                yield (row := row.with_options(accumulate=count))
-        if is_last:
-            every = self._proposals(self.slices[target]) if row.name != "fsdp" else ()
-            for other in [x for x in every if x.name == "fsdp"][:1]:
-                yield (row := other.with_options(**row.step_options))
-            yield (row := row.in_bfloat16())
-        if row.mesh.platform != "cpu":
-            yield row.offloaded()
-        for larger in self.slices[target].larger() if is_last else ():
-            self.slices[larger.name] = larger
-            yield next(self._proposals(larger)).with_options(**options)
+    def _estimate(self, row: Row, *changes: _Change) -> Row:
+        for change in changes:
+            row = change(row)
+        return self.problem.estimate(row, self.slices[row.topology].chip)
 
     def _estimates(self, row: Row) -> Iterator[Row]:
         """Yields a candidate as it is, recomputing, and with what memory needs."""
-        row = self._estimate(row)
-        yield row
-        is_tight = not row.fits
-        for smaller in self._smaller(row) if not row.error else ():
-            is_remat = [*smaller.step_options] == ["remat"]
-            if not is_tight and not is_remat:
-                return
-            row = self._estimate(smaller)
-            if is_remat or row.fits:
-                yield row
-            is_tight = is_tight and not row.fits
+        yield (row := self._estimate(row))
+        changes, fits = [] if row.error else [*self._options(row)], row.fits
+        if _recomputing in changes:
+            yield (again := self._estimate(row, _recomputing))
+            fits = fits or again.fits
+        if changes and not fits:
+            yield from itertools.islice(self._smaller(row, changes), 1)
 
-    def _estimate(self, row: Row) -> Row:
-        """Returns a row with its estimate, or why it cannot be estimated."""
-        options = self.problem.options_of(row)
-        trace, count = self.problem.trace(options["remat"]), options["accumulate"]
-        if row.error or trace is None:
-            return row
-        if row.rows % (row.num_row_shards * count):
-            line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
-            return replace(row, error=f"{line} and {count} microbatches.")
-        try:
-            row = replace(row, state=row.state or self.problem.state(row))
-        except MeshLayoutError as error:
-            return replace(row, error=str(error).splitlines()[0])
-        chip = self.slices[row.topology].chip
-        cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
-        row = replace(row, sent=cost.sent, peak_bytes=cost.peak_bytes, estimate=cost)
-        return self._timed(row, cost.seconds, cost.seconds)
+    def _options(self, row: Row) -> Iterator[_Change]:
+        """Yields options of a candidate that take less memory."""
+        given = {**self.problem.options, **row.step_options}
+        if "remat" not in given and self.problem.has_blocks:
+            yield _recomputing
+        if "accumulate" not in given:
+            for count in (2, 4, 8, 16, 32):
+                if row.rows % (row.num_row_shards * count) == 0:
+                    yield functools.partial(Row.with_options, accumulate=count)
+        if row.mesh.platform != "cpu":
+            yield Row.offloaded
 
-    def _timed(
-        self, row: Row, seconds: Mapping[str, float], parts: Mapping[str, float]
-    ) -> Row:
-        """Returns a row with what its time is bound by and consists of."""
-        step_s, bound = sum(seconds.values()), max(seconds, key=lambda x: seconds[x])
-        peak = step_s * row.mesh.size * self.slices[row.topology].chip.flops_per_s
-        used = self.problem.flops / peak
-        return replace(row, step_s=step_s, bound=bound, parts=parts, utilization=used)
+    def _smaller(self, row: Row, changes: Iterable[_Change]) -> Iterator[Row]:
+        """Yields a row with the fewest of some changes that fits by its estimate."""
+        # Of one model, estimates of memory are all off by about the same factor.
+        peak, applied = row.peak_bytes, list[_Change]()
+        row = self._estimate(replace(row, error="", source="estimated"))
+        scale = peak / row.peak_bytes
+
+        def fits(*changes: _Change) -> bool:
+            changed = self._estimate(row, *changes)
+            return not changed.error and scale * changed.peak_bytes <= row.memory_bytes
+
+        for change in changes:
+            if self._estimate(row, *applied, change).error:
+                continue
+            applied.append(change)
+            if fits(*applied):
+                needed = [*applied]
+                for other in applied[:-1]:  # the last one may do without it
+                    rest = [x for x in needed if x is not other]
+                    needed = rest if fits(*rest) else needed
+                yield self._estimate(row, *needed)
 
     def _chosen(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yields which rows are to be compiled, the best first, by the budget."""
@@ -261,49 +244,41 @@ class _Search:
                     yield index, job_of(lowered, devices, target.topology)
 
         for index, outcome in compile_all(jobs(), self.cache, self.workers):
-            rows[index] = self._measured(rows[index], outcome)
+            chip = self.slices[rows[index].topology].chip
+            rows[index] = self.problem.measure(rows[index], outcome, chip)
             self._say(repr(rows[index]))
-
-    def _measured(self, row: Row, outcome: Outcome) -> Row:
-        """Returns a row with what the compiler said."""
-        chip, seconds = self.slices[row.topology].chip, {**row.parts}
-        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
-        facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
-        row = replace(row, source="compiled", **facts)
-        if outcome.error:
-            return replace(row, step_s=math.nan, bound="", sent={}, parts={})
-        communication = read_communication(outcome.text, row.mesh)
-        sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
-        row = replace(row, sent=sent)
-        if chip.clock_hz is None:
-            times = sum(x.times for x in communication.collectives)
-            wire = communication.wire_bytes / chip.ring_bytes_per_s
-            seconds["network"] = wire + self.hop_s * times
-            return self._timed(replace(row, source="roofline"), seconds, seconds)
-        schedule = replay(outcome.text, chip, hop_s=self.hop_s)
-        # What computing takes beyond its FLOPs is for memory.
-        seconds["memory"] = max(0.0, schedule.compute_s - seconds["compute"])
-        seconds["compute"] = schedule.compute_s - seconds["memory"]
-        seconds["network"] = schedule.total_s - schedule.compute_s
-        return self._timed(row, seconds, schedule.parts)
 
     def _changes(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the smallest change with which something fits, compiled."""
-        sized = [row for row in rows if not math.isnan(row.peak_bytes)]
-        for base in sorted(sized, key=lambda row: row.peak_bytes)[:1]:
-            base = replace(base, error="", source="estimated")
-            for row in self._smaller(base, is_last=True):
+        large = [row for row in rows if row.peak_bytes > row.memory_bytes]
+        plain = [row for row in large if not row.step_options]
+        for row in sorted(plain, key=lambda row: row.peak_bytes)[:1]:
+            for smaller in self._changed(row):
                 if time.monotonic() >= self.deadline:
                     line = "The budget ended while looking for what would fit."
                     self.notes.append(line)
                     return []
-                changed = [self._estimate(row)]
-                # Estimates of memory are some percent off.
-                is_near = changed[0].peak_bytes < 1.2 * changed[0].memory_bytes
-                self._compile(changed, iter([0] * (is_near and not changed[0].error)))
+                self._compile(changed := [smaller], iter([0]))
                 if changed[0].fits and changed[0].source != "estimated":
                     return changed
         return []
+
+    def _changed(self, row: Row) -> Iterator[Row]:
+        """Yields a row with other layouts, options, numbers or devices that may fit."""
+        target = self.slices[row.topology]
+        options = [*self._options(row), Row.in_bfloat16]
+        yield from self._smaller(row, [self._sharded(target), *options])
+        for larger in target.larger():
+            self.slices[larger.name] = larger
+            yield from self._smaller(row, [self._sharded(larger)])
+
+    def _sharded(self, target: Slice) -> _Change:
+        first = next(self._proposals(target))  # over all devices
+        return lambda row: first.with_options(**row.step_options)
+
+
+def _recomputing(row: Row) -> Row:
+    return row.with_options(remat="blocks")
 
 
 def _cost(row: Row) -> float:
@@ -318,8 +293,7 @@ def _order(row: Row) -> tuple[object, ...]:
 
 def _num_workers() -> int:
     """Returns how many compilations memory and cores allow at once."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this system
-        return 1
-    return max(1, min((os.cpu_count() or 1) // 2, free // _HOST_BYTES))
+    # Free memory, where the system knows, or all.
+    pages = min({"SC_AVPHYS_PAGES", "SC_PHYS_PAGES"} & os.sysconf_names.keys())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    return max(1, min((os.cpu_count() or 1) // 2, memory // _HOST_BYTES))
