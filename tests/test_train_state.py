@@ -205,12 +205,15 @@ def test_rng_is_a_seed_or_a_key():
     jax.random.split(key)
 
 
-def test_nnx_gradients_are_taken_as_nnx_returns_them():
+def test_nnx_gradients_are_taken_as_nnx_returns_them(caplog):
     state = nnx_state(optax.sgd(0.1))
     model = state.model
     grads = nnx.jit(nnx.grad(lambda model: loss(model(X))))(model)
     one = state.apply_gradients(grads, model=model)
+    assert not caplog.messages
     two = state.apply_gradients(nnx.to_pure_dict(grads))
+    (said,) = caplog.messages
+    assert said.startswith("apply_gradients without model= leaves batch statistics")
     assert_same_bits(one.params, two.params)
     assert one.step == 1
     means = one.model_state["norm"]["mean"], state.model_state["norm"]["mean"]

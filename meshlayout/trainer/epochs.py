@@ -30,7 +30,7 @@ from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.data.agreement import Agreement
-from meshlayout.data.examples import looks_batched
+from meshlayout.data.examples import looks_batched, named_leaves
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
@@ -107,7 +107,10 @@ class TrainerInput:
             weights = get_weights(data if labels is None else (data, labels), self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
-            data = self._dataset(rows, batch_size or 0, shuffle)
+            size, shards = batch_size or 0, _batches.num_row_shards(self._layout)
+            # Padded rows change no number, where no step depends on the batch's size.
+            size = size if self._trains else -(-size // shards) * shards
+            data = self._dataset(rows, size, shuffle)
         elif not is_iterable:  # `iter` might never end
             data = functools.partial(NumberedItems, data, operator.length_hint(data))
         elif isinstance(data, DistributedDataset) and data._plan._assemble:
@@ -198,7 +201,7 @@ class TrainerInput:
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
-            self._trainer._tell(sentence, self._key)
+            self._trainer._tell(sentence, self._key, level=logging.INFO)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -269,16 +272,13 @@ class TrainerInput:
 
     def _tell_of_weights(self, batch: Batch) -> None:
         """Says once that an entry which looks like weights is not taken for them."""
-        has_weights = get_weights(batch, self._key) is not None
         # What other libraries call them, and where Keras has them in a tuple.
-        for name in ("weights", "sample_weight", "sample_weights", 2) * (
-            not has_weights
-        ):
+        names: list[WeightsKey] = ["weights", "sample_weight", "sample_weights"]
+        names += [2] * isinstance(batch, (tuple, list))
+        for name in names * (get_weights(batch, self._key) is None):
             entry = get_weights(batch, name)
-            if (
-                np.ndim(entry) == 1
-                and getattr(entry, "dtype", np.dtype(int)).kind == "f"
-            ):
+            kind = getattr(entry, "dtype", np.dtype(int)).kind
+            if np.ndim(entry) == 1 and kind == "f":
                 told = "the data's entry %r does not weight the examples. If it is to,"
                 self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
 
@@ -303,6 +303,33 @@ class TrainerInput:
                 msg = f"{self._name} has fewer than the {place['given']} batches that"
                 raise CheckpointError(f"{msg} the checkpointed run had read of it.")
         self._num_given = place["given"]
+
+
+def checked_columns(
+    where: str, data: PyTree, trained: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Returns the columns of the data frames in a tree, by path.
+
+    They must be those of `trained`, in that order: the model knows them by their place.
+    """
+    leaves = (
+        named_leaves(data)[0] if isinstance(data, (tuple, Mapping)) else [("", data)]
+    )
+    frames = {path: leaf for path, leaf in leaves if hasattr(leaf, "columns")}
+    # Of a table of Arrow, `columns` are the arrays.
+    columns = {p: [*getattr(x, "column_names", x.columns)] for p, x in frames.items()}
+    for path, names in columns.items():
+        known, is_bare = trained.get(path, names), where == "predict" and not path
+        if is_bare and len(trained) == 1:  # the only frame, with or without its name
+            known = next(iter(trained.values()))
+        if "" in trained:  # alone: a loss function gets its columns by name
+            by_name = not is_bare or {*names} == {*known}
+            known = names if by_name else [name for name in known if name in names]
+        if names != known:
+            mine, theirs = (", ".join(map(str, x)) for x in (names, known))
+            msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
+            raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
+    return columns
 
 
 def has_rows(data: Any) -> bool:
