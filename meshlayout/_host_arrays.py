@@ -48,10 +48,8 @@ def _of_columns(
     columns = [(name, x.dtype, np.asarray(x)) for name, x in frame.items()]
     others = [f"{n!r} ({kind})" for n, kind, x in columns if x.dtype.kind not in "biuf"]
     if others and len(others) < len(columns):
-        msg = (
-            f"the columns {', '.join(others)} are not numbers. Leave them out, or write"
-        )
-        raise error(where.format(f"{msg} pd.get_dummies(frame).astype('float32')."))
+        fact = f"{where}: no numbers are in the columns {', '.join(others)}. Leave them"
+        raise error(f"{fact} out, or write pd.get_dummies(frame).astype('float32').")
     return array if others else np.column_stack([x for *_, x in columns])
 
 

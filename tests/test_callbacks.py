@@ -154,7 +154,7 @@ def test_a_value_to_watch_that_is_not_there_is_named_at_once(kind, state):
     assert trainer.position.step == 1  # not after an epoch
     trainer = ml.Trainer(state, loss_fn)
     data = {"data": batches(1), "validation_data": batches(1)}
-    assert message_of(lambda: fit(trainer, callback("val_los"), **data)).endswith(
+    assert message_of(lambda: fit(trainer, callback("val_floss"), **data)).endswith(
         "only 'loss', 'learning_rate', and values of validation. Did you mean "
         "'val_loss'?"
     )

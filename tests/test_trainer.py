@@ -396,7 +396,7 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
     mixed[:, 1], trainer = "text", ml.Trainer(create_state(mesh), pair_loss)
     refused = message_of(lambda: trainer.fit(Frame(mixed), x[:, 0], batch_size=8))
     assert refused.startswith(
-        "leaf '0': the columns 'b' (<U4) are not numbers. Leave them out, or write "
+        "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write "
         "pd.get_dummies(frame).astype('float32')."
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
