@@ -1,5 +1,6 @@
 """Losses over real examples, regularizers, and losses that models record."""
 
+from meshlayout._checks import names_of
 from meshlayout.losses.penalties import Regularizer as Regularizer, l1 as l1, l2 as l2
 from meshlayout.losses.reduction import (
     COLLECTION as COLLECTION,
@@ -14,3 +15,7 @@ from meshlayout.losses.reduction import (
     weighted as weighted,
     weighted_sum as weighted_sum,
 )
+
+
+# Unlike a function, this leaves misspelled names wrong to type checkers.
+vars()["__getattr__"] = names_of(__name__)

@@ -1,5 +1,6 @@
 """Callbacks of a trainer, and the base class for your own."""
 
+from meshlayout._checks import names_of
 from meshlayout.trainer.callbacks.callback import Callback as Callback
 from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
 from meshlayout.trainer.callbacks.log import Log as Log
@@ -8,3 +9,7 @@ from meshlayout.trainer.callbacks.stop_conditions import (
     EarlyStopping as EarlyStopping,
     StopOnNaN as StopOnNaN,
 )
+
+
+# Unlike a function, this leaves misspelled names wrong to type checkers.
+vars()["__getattr__"] = names_of(__name__)
