@@ -524,10 +524,16 @@ def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
     assert all("def loss_fn(model, batch, train)" in str(x.message) for x in caught)
 
 
-def test_a_new_optimizer_is_named_alone_when_it_recompiles(mesh, batch):
-    train_step, state = ml.make_train_step(squares), create(mesh)
+def test_a_new_optimizer_or_rate_is_named_alone_when_it_recompiles(mesh, batch):
+    tx, names = optax.inject_hyperparams, "opt_state/hyperparams/learning_rate"
+    state = create(mesh, tx=tx(optax.sgd)(0.1))
+    train_step = ml.make_train_step(squares)
     state, _ = train_step(state, batch)
-    with pytest.warns(
-        ml.errors.RecompileWarning, match="recompiles: the optimizer changed"
-    ):
-        train_step(state.replace(tx=optax.sgd(0.2)), batch)
+    state.opt_state.hyperparams["learning_rate"] = 0.2
+    with pytest.warns(ml.errors.RecompileWarning) as caught:
+        state, _ = train_step(state, batch)
+        train_step(state.replace(tx=tx(optax.sgd)(0.2)), batch)
+    assert [str(x.message).partition("recompiles: ")[2] for x in caught] == [
+        f"state/{names} changed from f32[] to f32[] of a Python number.",
+        "the optimizer changed to a new one.",
+    ]

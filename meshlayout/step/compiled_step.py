@@ -347,7 +347,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise TypeError("the program is for another structure")
             now = self._texts(args, kwargs, program.layouts)
             if tx := getattr((*args, None)[0], "tx", None):
-                now["the optimizer"] = f"one made at {id(tx):#x}", ""  # by optax.adam
+                now["the optimizer"] = str(id(tx)), ""
             if program.arguments is not None:  # else, it is only looked at
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._was_called else ""
@@ -443,13 +443,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
     ) -> _Seen:
         """Returns the types of arguments by name, and layouts if they are given."""
         treedef = jax.tree.structure((args, kwargs))
-        layouts = layouts or [None] * treedef.num_leaves
+        is_call, layouts = bool(layouts), layouts or [None] * treedef.num_leaves
         on_mesh = self._named(*treedef.unflatten(map(_layout_text, layouts)))
 
         def text(name: str, leaf: Leaf) -> str:
             if name.partition("/")[0] in self.static_argnames:
                 return repr(leaf)
-            return _render.array_text(jax.typeof(leaf).dtype, jax.typeof(leaf).shape)
+            kind = jax.typeof(leaf)  # a new state's weak types become those of the old
+            weak = " of a Python number" * (is_call and bool(kind.weak_type))
+            return _render.array_text(kind.dtype, kind.shape) + weak
 
         named = self._named(args, kwargs)
         return {name: (text(name, x), on_mesh[name]) for name, x in named.items()}
@@ -516,7 +518,9 @@ def _changes(before: _Seen, now: _Seen) -> list[str]:
     changes = []
     for name in dict.fromkeys([*now, *before]):
         (old, here), (new, there) = (x.get(name, ("", "")) for x in (before, now))
-        if old != new:
+        if old != new and name == "the optimizer":
+            changes.append("the optimizer changed to a new one")
+        elif old != new:
             text = f"{name} changed from {old or 'nothing'} to {new or 'nothing'}"
             changes.append(text)
         elif here != there:
