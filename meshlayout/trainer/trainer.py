@@ -152,7 +152,8 @@ class Trainer(_checks.WithReflexes):
         """Returns the next state, and the metrics of the epoch including this step.
 
         `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
-        are None at the beginning of an epoch. The state may be used up.
+        are None at the beginning of an epoch. The state may be used up. Rows that pad a
+        batch have weight 0: divide `losses.weighted_sum` by the sum of the weights.
         """
         return self._steps.train(state, batch, metrics)
 
