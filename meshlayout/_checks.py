@@ -281,7 +281,7 @@ _MEANINGS = {
     "Continue with the state that the step returned.",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
-    "subtype of <class 'numpy.integer'>": "Labels that are class numbers are integers: "
+    "subdtype of <class 'numpy.integer'>": "Labels that are class numbers are integers: "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
 }
 
@@ -374,7 +374,10 @@ def _check_call(
 
 
 def names_of(module: str) -> Callable[[str], NoReturn]:
-    """Returns a module's `__getattr__`, which says what to write instead of a name."""
+    """Returns a module's `__getattr__`, which says what to write instead of a name.
+
+    Set through `vars()`, it leaves misspelled names wrong to type checkers.
+    """
 
     def missing(name: str) -> NoReturn:
         __tracebackhide__ = True  # notebooks leave this frame out

@@ -155,8 +155,7 @@ def test_a_value_to_watch_that_is_not_there_is_named_at_once(kind, state):
     trainer = ml.Trainer(state, loss_fn)
     data = {"data": batches(1), "validation_data": batches(1)}
     assert message_of(lambda: fit(trainer, callback("val_floss"), **data)).endswith(
-        "only 'loss', 'learning_rate', and values of validation. Did you mean "
-        "'val_loss'?"
+        "only 'loss', 'learning_rate'. Did you mean 'val_loss'?"
     )
     words = "there will be no 'val_loss', only what a step returns. Give fit "
     for watching in (

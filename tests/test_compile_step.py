@@ -149,7 +149,10 @@ CHANGES = {
         "('batch', None) on (batch=2, model=4).",
     ),
     "static": ({"train": False}, "train changed from True to False."),
-    "keyword": ({"scale": 2.0}, "scale changed from nothing to f32[] of a Python number."),
+    "keyword": (
+        {"scale": 2.0},
+        "scale changed from nothing to f32[] of a Python number.",
+    ),
 }
 
 

@@ -746,7 +746,7 @@ WRONG = {
         )
         for result, shown in (((0, 1), "1"), ({"loss": 1}, "{'loss': 1}"))
     },
-    "Own: train_step is called as train_step(state, batch, metrics), but takes (data).": (
+    "Own.train_step is called as Own.train_step(state, batch, metrics), but takes ": (
         lambda data: step_of(lambda self, data: 0)
     ),
     "train must be arrays, an iterable of batches, or a": (
@@ -847,7 +847,7 @@ def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     weighted = {**data, "weight": np.ones(40, "float32")}
     quiet_fit(split, weighted, validation_split=0.25, **options)
     (said,) = caplog.messages
-    assert said.startswith("validation_split= holds out weights, too, and ")
+    assert said == "validation is weighted, too: validation_data= need not be."
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
         "give validation_data= alone."

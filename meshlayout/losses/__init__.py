@@ -17,5 +17,4 @@ from meshlayout.losses.reduction import (
 )
 
 
-# Unlike a function, this leaves misspelled names wrong to type checkers.
 vars()["__getattr__"] = names_of(__name__)

@@ -18,5 +18,4 @@ from meshlayout.metrics.metric import (
 )
 
 
-# Unlike a function, this leaves misspelled names wrong to type checkers.
 vars()["__getattr__"] = names_of(__name__)

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import WeightsKey, get_weights, map_batch, num_examples
+from meshlayout._host_arrays import plain_array
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.checkpoint.positions import Continues, move_to_position
 from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
@@ -97,6 +98,10 @@ class TrainerInput:
             devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
             meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
         self._layout = _batches.batch_layout(Mesh(meshes[0]))
+        tree = data if labels is None else (data, labels)
+        checked_columns(where, tree, trainer._columns)
+        if not self._marks:
+            data = _as_trained(data, trainer._steps._structure, self._key)
         is_rows, is_text = has_rows(data), isinstance(data, (str, bytes))
         is_iterable = isinstance(data, Iterable) or callable(data)
         if is_text or not (is_rows or is_iterable or _is_indexed(data)):
@@ -104,7 +109,7 @@ class TrainerInput:
             raise MeshLayoutError(f"{msg} returns one, got {_checks.shown(data)}.")
         if batch_size is not None or labels is not None or is_rows:
             rows = rows_of(where, name, data, labels, batch_size)
-            weights = get_weights(data if labels is None else (data, labels), self._key)
+            weights = get_weights(tree, self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
             size, shards = batch_size or 0, _batches.num_row_shards(self._layout)
@@ -201,7 +206,7 @@ class TrainerInput:
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
-            self._trainer._tell(sentence, self._key, level=logging.INFO)
+            self._trainer._tell(logging.INFO, sentence, self._key)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -236,6 +241,7 @@ class TrainerInput:
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
+                logging.WARNING,
                 "a batch of %d rows does not divide into %d shards, and cannot be "
                 "padded: every device computes the whole batch.",
                 *(rows, num_shards),
@@ -280,7 +286,8 @@ class TrainerInput:
             kind = getattr(entry, "dtype", np.dtype(int)).kind
             if np.ndim(entry) == 1 and kind == "f":
                 told = "the data's entry %r does not weight the examples. If it is to,"
-                self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
+                told = logging.WARNING, f"{told} give Trainer weights=%r."
+                self._trainer._tell(*told, name, name)
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -330,6 +337,14 @@ def checked_columns(
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
             raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
     return columns
+
+
+def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
+    """Returns a data frame that has other columns than `structure` as a matrix."""
+    names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
+    columns = {*getattr(data, "columns", ())} - {weights}
+    is_same = isinstance(names, Mapping) and columns == {*names}
+    return plain_array(data, "data") if columns and not is_same else data
 
 
 def has_rows(data: Any) -> bool:

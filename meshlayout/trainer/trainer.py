@@ -20,7 +20,6 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
-from meshlayout._host_arrays import plain_array
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import (
@@ -121,10 +120,8 @@ class Trainer(_checks.WithReflexes):
             hint = "its trainer, or create it again, as by running the notebook's cell."
             raise StateError(f"{msg} {hint}")
         for name in ("train_step", "eval_step"):  # which a subclass may define
-            own = getattr(self, name)
-            _checks.function(
-                name, own, "state", "batch", "metrics", where=type(self).__name__
-            )
+            where = f"{type(self).__name__}.{name}"
+            _checks.function(where, getattr(self, name), "state", "batch", "metrics")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         has_own = type(self).train_step is not Trainer.train_step
         if leaves and loss_fn and not has_own:  # a state may be given later
@@ -246,16 +243,13 @@ class Trainer(_checks.WithReflexes):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
-                self._tell(
-                    "validation_split= holds out weights, too, and all validation "
-                    "values are weighted. validation_data= may be without weights."
-                )
+                text = "validation is weighted, too: validation_data= need not be."
+                self._tell(logging.WARNING, text)
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         arrays = train, labels, batch_size, seed, steps_per_epoch
         source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
-            checked_columns("fit: validation", validation_data, self._columns)
             size = batch_size if has_rows(validation_data) else None
             names = "fit: validation", "validation_data"
             validation = TrainerInput(self, *names, validation_data, None, size)
@@ -295,8 +289,6 @@ class Trainer(_checks.WithReflexes):
 
         The values are floats by name, and NumPy arrays for metrics that have dims.
         """
-        tree = data if labels is None else (data, labels)
-        checked_columns("evaluate", tree, self._columns)
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
         return self._evaluate(source)
 
@@ -320,8 +312,6 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        checked_columns("predict", data, self._columns)
-        data = _as_trained(data, self._steps._structure, key)
         source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
@@ -400,7 +390,7 @@ class Trainer(_checks.WithReflexes):
         self.history.add(position.epoch, logs)
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
-            self._tell(_NAN_LOSS, position.epoch)
+            self._tell(logging.WARNING, _NAN_LOSS, position.epoch)
         self._notify("on_epoch_end", position.epoch, logs)
 
     def _check_monitors(self, metrics: Mapping[str, Any]) -> None:
@@ -415,7 +405,6 @@ class Trainer(_checks.WithReflexes):
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):
                 known = ", ".join(map(repr, metrics)) or "what a step returns"
-                known += ", and values of validation" * has_val
                 fact = f"there will be no {name!r}, only {known}.{unseen(name, names)}"
                 raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
 
@@ -441,9 +430,7 @@ class Trainer(_checks.WithReflexes):
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
 
-    def _tell(
-        self, sentence: str, *values: object, level: int = logging.WARNING
-    ) -> None:
+    def _tell(self, level: int, sentence: str, *values: object) -> None:
         if sentence not in self._told:  # once, with its first values
             self._told.add(sentence)
             _log.log(level, sentence, *values)
@@ -462,11 +449,3 @@ class Trainer(_checks.WithReflexes):
             else:
                 self._pads = True
         return self._pads is not False
-
-
-def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
-    """Returns a data frame that has other columns than `structure` as a matrix."""
-    names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
-    columns = {*getattr(data, "columns", ())} - {weights}
-    is_same = isinstance(names, Mapping) and columns == {*names}
-    return plain_array(data, "data") if columns and not is_same else data

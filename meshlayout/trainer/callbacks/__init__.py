@@ -11,5 +11,4 @@ from meshlayout.trainer.callbacks.stop_conditions import (
 )
 
 
-# Unlike a function, this leaves misspelled names wrong to type checkers.
 vars()["__getattr__"] = names_of(__name__)

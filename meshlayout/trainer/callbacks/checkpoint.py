@@ -159,6 +159,7 @@ class Checkpoint(Callback):
         history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
         past = notes["history"]
+        history.clear()
         history.epochs = past["epochs"]
         history.update(past["values"])
         trainer.position = replace(
