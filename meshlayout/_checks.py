@@ -281,7 +281,7 @@ _MEANINGS = {
     "Continue with the state that the step returned.",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
-    "subdtype of <class 'numpy.integer'>": "Labels that are class numbers are integers: "
+    "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
 }
 

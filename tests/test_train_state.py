@@ -211,7 +211,9 @@ def test_nnx_gradients_are_taken_as_nnx_returns_them(caplog):
     grads = nnx.jit(nnx.grad(lambda model: loss(model(X))))(model)
     one = state.apply_gradients(grads, model=model)
     assert not caplog.messages
-    two = state.apply_gradients(nnx.to_pure_dict(grads))
+    ml.state.train_state._warn_once.cache_clear()  # another test may have been told
+    for _ in range(2):
+        two = state.apply_gradients(nnx.to_pure_dict(grads))
     (said,) = caplog.messages
     assert said.startswith("apply_gradients without model= leaves batch statistics")
     assert_same_bits(one.params, two.params)

@@ -526,13 +526,19 @@ def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
 
 def test_a_new_optimizer_or_rate_is_named_alone_when_it_recompiles(mesh, batch):
     tx, names = optax.inject_hyperparams, "opt_state/hyperparams/learning_rate"
-    state = create(mesh, tx=tx(optax.sgd)(0.1))
-    train_step = ml.make_train_step(squares)
-    state, _ = train_step(state, batch)
-    state.opt_state.hyperparams["learning_rate"] = 0.2
-    said = rf"s: state/{names} changed from f32\[\] to f32\[\] of a Python number\.$"
-    with pytest.warns(ml.errors.RecompileWarning, match=said):
-        state, _ = train_step(state, batch)
-    said = r"recompiles: the optimizer changed to a new one\.$"
-    with pytest.warns(ml.errors.RecompileWarning, match=said):
+    # A number where an array was, and where a number was that is on the mesh now.
+    for rates, said in (
+        ([None, 0.2], r"changed from f32\[\] to f32\[\] of a Python number\.$"),
+        ([0.1, None, 0.2], r"is a Python number\.$"),
+    ):
+        train_step = ml.make_train_step(squares, on_recompile="error")
+        state = create(mesh, tx=tx(optax.sgd)(0.1))
+        for rate in rates:
+            if rate is not None:
+                state.opt_state.hyperparams["learning_rate"] = rate
+            if rate != 0.2:
+                state, _ = train_step(state, batch)
+        with pytest.raises(ml.errors.StepError, match=f"s: state/{names} {said}"):
+            train_step(state, batch)
+    with pytest.raises(ml.errors.StepError, match="the optimizer changed to a new one"):
         train_step(state.replace(tx=tx(optax.sgd)(0.2)), batch)

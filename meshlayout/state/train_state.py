@@ -6,6 +6,7 @@ travel along as static code.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
@@ -34,7 +35,7 @@ from meshlayout.state.creation import (
 )
 
 
-_log = logging.getLogger("meshlayout")
+_warn_once = functools.cache(logging.getLogger("meshlayout").warning)
 
 Model = TypeVar("Model", bound=nnx.Module | nn.Module)
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
@@ -222,7 +223,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             StateError: If structures or shapes differ from `params` or `model_state`.
         """
         if model is None and jax.tree.leaves(self.model_state):
-            _log.warning(
+            _warn_once(
                 "apply_gradients without model= leaves batch statistics and random "
                 "streams as they were. Give it the model after its forward pass, or "
                 "to keep them, model=state.model."

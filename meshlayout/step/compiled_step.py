@@ -430,6 +430,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
         changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
+        named = self._named(*self.called[0].arguments).items()
+        changes += [f"{x} is a Python number" for x, y in named if type(y) is float]
         change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":

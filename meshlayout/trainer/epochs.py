@@ -331,7 +331,8 @@ def checked_columns(
             known = next(iter(trained.values()))
         if "" in trained:  # alone: a loss function gets its columns by name
             by_name = not is_bare or {*names} == {*known}
-            known = names if by_name else [name for name in known if name in names]
+            used = [name for name in known if name in names]
+            known = names if by_name else used or known
         if names != known:
             mine, theirs = (", ".join(map(str, x)) for x in (names, known))
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"

@@ -237,7 +237,8 @@ class Trainer(_checks.WithReflexes):
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         data = train if labels is None else (train, labels)
         trained = self._columns if self.history.epochs else {}
-        self._columns = checked_columns("fit", data, trained) or trained
+        given = checked_columns("fit", data, trained)
+        self._columns = trained or given
         if validation_split is not None:
             if validation_data is not None or not has_rows(train):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
