@@ -268,7 +268,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise
         fix = f"pip install 'meshlayout[{extra}] @ git+{HOME}'."
         msg = f"{purpose} needs {package}, which is not installed: {fix}"
-        raise MeshLayoutError(msg) from error
+        raise MeshLayoutError(msg) from None
 
 
 _INSIDE = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__)
@@ -281,6 +281,8 @@ _MEANINGS = {
     "Continue with the state that the step returned.",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
+    "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
+    "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
 }
 
 # What users of other libraries write by habit, and what takes its place here.
@@ -299,6 +301,18 @@ _REFLEXES = {
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
     "restore": "Write checkpointer.restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
+    "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
+    "score": "Write evaluate(x, y, batch_size=32)['accuracy'].",
+    "Trainer.model": "Write model = trainer.state.model; model.eval().",
+    "train_on_batch": "Write ml.make_train_step(loss_fn)(state, batch).",
+    "save_weights": "Write ml.Checkpointer(directory).save(step, trainer.state).",
+    "ModelCheckpoint": "Write Checkpoint(ml.Checkpointer(directory, keep=3)).",
+    "TensorBoard": "Write Log(directory).",
+    "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
+    "AUC": "Write {'auc': metrax.AUCROC}, of outputs 'predictions' and 'labels'.",
+    "MeanSquaredError": "Write Mean(values='squares'), of such an output of loss_fn.",
+    "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
+    "labels(logits, labels) in loss_fn.",
     "history": "It has the values itself, as history['loss'].",
     "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
     "steps": "Give a function that returns itertools.islice(batches, n).",
@@ -332,7 +346,7 @@ def user_call(target: F) -> F:
             except TypeError:
                 _check_call(target, args, kwargs)
                 raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             show_user_frames(error)
             raise  # bare, so that this frame is not added again
 
@@ -355,12 +369,28 @@ def _check_call(
             hint = reflex or did_you_mean(name, known).strip()
             if hint := hint or ("" if takes_any else "No such option exists."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
-        if where in _REFLEXES:
-            raise MeshLayoutError(f"{where}: {problem}. {_REFLEXES[where]}") from None
+        hint = _REFLEXES.get(where, "")
+        raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None
+
+
+def names_of(module: str) -> Callable[[str], NoReturn]:
+    """Returns a module's `__getattr__`, which says what to write instead of a name.
+
+    Set through `vars()`, it leaves misspelled names wrong to type checkers.
+    """
+
+    def missing(name: str) -> NoReturn:
+        __tracebackhide__ = True  # notebooks leave this frame out
+        if name in _REFLEXES:
+            raise AttributeError(f"{module} has no {name!r}. {_REFLEXES[name]}")
+        unknown(f"module {module!r}", dir(sys.modules[module]), name)
+
+    return missing
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
     """Raises AttributeError, which names a near attribute and where to look."""
+    __tracebackhide__ = True
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")
@@ -372,6 +402,7 @@ class WithReflexes:
     if not TYPE_CHECKING:  # to which every misspelled name would be right
 
         def __getattr__(self, name: str) -> Any:
+            __tracebackhide__ = True
             kind, plain = type(self), name.removeprefix("experimental_")
             hint = _REFLEXES.get(f"{kind.__name__}.{name}") or _REFLEXES.get(name)
             if plain != name and hasattr(kind, plain):
@@ -390,7 +421,7 @@ def show_user_frames(error: BaseException | None) -> None:
         frames = [*traceback.walk_tb(error.__traceback__)]
         # None in a bug of the library, which stays whole.
         users = [x for x in frames if not x[0].f_code.co_filename.startswith(_INSIDE)]
-        if users or isinstance(error, MeshLayoutError):
+        if users or isinstance(error, (MeshLayoutError, KeyboardInterrupt)):
             rest: TracebackType | None = None
             for frame, line in reversed(users):
                 rest = TracebackType(rest, frame, frame.f_lasti, line)

@@ -36,7 +36,21 @@ def plain_array(
         reason = str(problem).partition("\n")[0]
         msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
+    if array.dtype == object and hasattr(value, "columns"):
+        array = _of_columns(value, array, where, error)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _of_columns(
+    frame: Any, array: np.ndarray[Any, Any], where: object, error: type[MeshLayoutError]
+) -> np.ndarray[Any, Any]:
+    """Returns a data frame of several dtypes, which NumPy makes objects, as numbers."""
+    columns = [(name, x.dtype, np.asarray(x)) for name, x in frame.items()]
+    others = [f"{n!r} ({kind})" for n, kind, x in columns if x.dtype.kind not in "biuf"]
+    if others and len(others) < len(columns):
+        fact = f"{where}: no numbers are in the columns {', '.join(others)}. Leave them"
+        raise error(f"{fact} out, or write pd.get_dummies(frame).astype('float32').")
+    return array if others else np.column_stack([x for *_, x in columns])
 
 
 def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:

@@ -125,7 +125,7 @@ WRONG = {
     ),
     "EarlyStopping(restore_best=True) restores the model of a TrainState. The state is "
     "{'w': Array([0., 0.], dtype=float32)}.": (
-        lambda: Scripted(1.0).run(ml.callbacks.EarlyStopping(restore_best=True))
+        lambda: Scripted(1.0).run(ml.callbacks.EarlyStopping("loss", restore_best=True))
     ),
     "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got 'directory'.": (
         lambda: ml.callbacks.Checkpoint("directory")
@@ -139,15 +139,28 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
-def test_a_value_to_watch_that_is_not_there_is_named(kind):
-    words = "no 'vall_loss', only 'val_loss'. Did you mean 'val_loss'?"
-    with pytest.raises(KeyError, match=re.escape(words)):
-        Scripted(1.0, name="val_loss").run(getattr(ml.callbacks, kind)("vall_loss"))
-    words = (
-        "no 'val_loss', only 'loss'. Give fit validation_data= or validation_split=."
+def test_a_value_to_watch_that_is_not_there_is_named_at_once(kind, state):
+    trainer = Scripted(1.0, name="val_loss")
+    callback = getattr(ml.callbacks, kind)
+    assert message_of(lambda: trainer.run(callback("vall_loss"))) == (
+        f"{kind}: there will be no 'vall_loss', only 'val_loss'. Did you mean "
+        "'val_loss'?"
     )
-    with pytest.raises(KeyError, match=re.escape(words)):
-        Scripted(1.0).run(getattr(ml.callbacks, kind)("val_loss"))
+    assert trainer.position.step == 1  # not after an epoch
+    trainer = ml.Trainer(state, loss_fn)
+    data = {"data": batches(1), "validation_data": batches(1)}
+    assert message_of(lambda: fit(trainer, callback("val_floss"), **data)).endswith(
+        "only 'loss', 'learning_rate'. Did you mean 'val_loss'?"
+    )
+    words = "there will be no 'val_loss', only what a step returns. Give fit "
+    for watching in (
+        callback("val_loss"),
+        ml.callbacks.Checkpoint(ml.Checkpointer("unused", best=("val_loss", "min"))),
+    ):
+        assert message_of(lambda: fit(trainer, watching)) == (  # noqa: B023
+            f"{type(watching).__name__}: {words}validation_data= or validation_split=."
+        )
+    assert trainer.position.step == 1  # the step above
 
 
 def test_a_fit_that_does_not_validate_any_more_says_so(state):
@@ -223,12 +236,15 @@ def test_a_resumed_epoch_counts_its_own_examples(monkeypatch):
 
 
 def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
-    Scripted(1.0, math.nan, math.nan).run()
+    trainer = Scripted(1.0, math.nan, math.nan)
+    trainer.run()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(
         "the loss of epoch 2 is NaN, as NaN in the data makes it, or "
     )
-    assert "ml.callbacks.StopOnNaN()" in said
+    assert "Parameters that are NaN stay so: create the state and " in said
+    trainer.run()  # from parameters that may be NaN
+    assert len(caplog.records) == 2
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())
     assert not caplog.records

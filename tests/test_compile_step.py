@@ -145,7 +145,9 @@ CHANGES = {
         lambda state: ({**state, "w": ml.relayout(state["w"], ROWS)}, ONES, True)
     ),
     "train changed from True to False.": lambda state: (state, ONES, False),
-    "scale changed from nothing to f32[].": lambda state: (state, ONES, True, 2.0),
+    "scale changed from nothing to f32[] of a Python number.": (
+        lambda state: (state, ONES, True, 2.0)
+    ),
 }
 
 

@@ -185,6 +185,7 @@ WEIGHTED = {
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_are_0_for_padding(name, caplog):
     source, key, expected = WEIGHTED[name]
+    caplog.set_level("INFO")
     _, last = batches(source, weights=key)
     # A column that is taken for weights because of its name is told once.
     says = "Examples are weighted by the source's 'weight'."

@@ -362,6 +362,11 @@ def test_arguments_are_found_in_outputs_then_batch():
     assert values(fed_alone(metrics.Accuracy(), both, BATCH)) == 1
     pair = fed_alone(metrics.Accuracy(labels=1), {"logits": LOGITS}, (None, LABELS))
     assert values(pair) == ACCURACY
+    for batch, key in (({"weight": MASK}, {}), ((LABELS, MASK), {"weights": 1})):
+        close(
+            values(fed_alone(metrics.Mean(), None, batch, losses=SCORES, **key)),
+            SCORES[MASK].mean(),
+        )
 
 
 COLLECTION = metrics.Metrics({"loss": metrics.Mean(), "accuracy": metrics.Accuracy()})
@@ -505,7 +510,8 @@ REFUSED = {
     "Accuracy: predictions f32[16, 5] and labels f32[16] do not fit. Labels are class ": (
         lambda: metrics.Accuracy().update(LOGITS, SCORES)
     ),
-    "Recall: predictions f32[16, 5] and labels i32[16] do not fit. With a threshold, ": (
+    "Recall: predictions f32[16, 5] and labels i32[16] do not fit. For several classes, "
+    "write Recall(num_classes=5, labels='label').": (
         lambda: metrics.Recall().update(LOGITS, LABELS)
     ),
     "ConfusionMatrix: predictions f32[16, 5] and labels i32[16] do not fit. There are ": (

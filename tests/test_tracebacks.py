@@ -42,6 +42,17 @@ def state():
     return create(mesh_of(batch=4), lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
 
 
+def float_labels(model, batch):
+    logits = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 0])
+
+
+def test_labels_of_another_dtype_are_explained(state):
+    with pytest.raises(TypeError) as caught:
+        CALLS["fit"](state, float_labels)
+    assert "Labels that are class numbers are" in " ".join(caught.value.__notes__)
+
+
 CALLS = {
     "fit": lambda state, loss: ml.Trainer(state, loss).fit([BATCH], progress=False),
     "evaluate": lambda state, loss: ml.Trainer(state, loss).evaluate([BATCH]),
@@ -200,6 +211,28 @@ def test_reflexes_of_other_libraries_are_answered(state):
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023
     assert "Did you mean 'create_mesh'?" in error(lambda: ml.create_mehs)
+    assert "Did you mean 'Accuracy'?" in error(lambda: ml.metrics.Acuracy)
+    for call, words in {
+        lambda: ml.callbacks.ModelCheckpoint: "Write Checkpoint(ml.Checkpointer(",
+        lambda: ml.callbacks.TensorBoard: "Write Log(directory).",
+        lambda: ml.callbacks.ReduceLROnPlateau: "reduce_on_plateau(patience=100)",
+        lambda: ml.metrics.AUC: "metrax.AUCROC",
+        lambda: ml.metrics.MeanSquaredError: "Write Mean(values='squares')",
+        lambda: ml.losses.SparseCategoricalCrossentropy: "Call optax.softmax_cross_",
+        lambda: ml.Trainer(state).model: "Write model = trainer.state.model; ",
+        lambda: ml.Trainer(state).score: "Write evaluate(x, y, batch_size=32)",
+        lambda: ml.Trainer(state).train_on_batch: "ml.make_train_step(loss_fn)",
+        lambda: ml.Trainer(state).save_weights: "Write ml.Checkpointer(directory)",
+    }.items():
+        assert words in error(call)
+    calls = {
+        lambda: ml.Trainer(state).fit(1, 2, 3, 4): "fit: too many positional arguments."
+        " Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
+        lambda: ml.metrics.ConfusionMatrix(labels="y"): "ConfusionMatrix: missing a "
+        "required argument: 'num_classes'.",
+    }
+    for call, message in calls.items():
+        assert message_of(call) == message
     assert "state.tx" in error(lambda: state.optimizer)
 
 

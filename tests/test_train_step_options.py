@@ -484,10 +484,21 @@ def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
     assert all("def loss_fn(model, batch, train)" in str(x.message) for x in caught)
 
 
-def test_a_new_optimizer_is_named_alone_when_it_recompiles(mesh, batch):
-    train_step, state = ml.make_train_step(squares), create(mesh)
-    state, _ = train_step(state, batch)
-    with pytest.warns(
-        ml.errors.RecompileWarning, match="recompiles: the optimizer changed"
+def test_a_new_optimizer_or_rate_is_named_alone_when_it_recompiles(mesh, batch):
+    tx, names = optax.inject_hyperparams, "opt_state/hyperparams/learning_rate"
+    # A number where an array was, and where a number was that is on the mesh now.
+    for rates, said in (
+        ([None, 0.2], r"changed from f32\[\] to f32\[\] of a Python number\.$"),
+        ([0.1, None, 0.2], r"is a Python number\.$"),
     ):
-        train_step(state.replace(tx=optax.sgd(0.2)), batch)
+        train_step = ml.make_train_step(squares, on_recompile="error")
+        state = create(mesh, tx=tx(optax.sgd)(0.1))
+        for rate in rates:
+            if rate is not None:
+                state.opt_state.hyperparams["learning_rate"] = rate
+            if rate != 0.2:
+                state, _ = train_step(state, batch)
+        with pytest.raises(ml.errors.StepError, match=f"s: state/{names} {said}"):
+            train_step(state, batch)
+    with pytest.raises(ml.errors.StepError, match="the optimizer changed to a new one"):
+        train_step(state.replace(tx=tx(optax.sgd)(0.2)), batch)

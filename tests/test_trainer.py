@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import logging
 import signal
 
 import jax
@@ -166,8 +167,8 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
     assert history.epochs == [1, 2, 3]
     assert history is trainer.history
-    for sizes in (size, {"batch_size": 4}) if size else ({},):
-        # With 4 rows it is another program, of which nobody is warned.
+    for sizes in (size, {"batch_size": 3}) if size else ({},):
+        # With 3 rows, which become 4, it is another program, of which nobody is warned.
         measured = trainer.evaluate(*held, **sizes)["loss"]
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
@@ -185,6 +186,7 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
     def distributed(data):
         return ml.distribute_dataset(data, mesh, global_batch_size=8)
 
+    caplog.set_level(logging.INFO, "meshlayout")
     for make, options, said in (
         (dict, {"batch_size": 8}, "the source's"),
         (lambda data: cut(data, 8), {}, "'weight' of their"),
@@ -196,6 +198,7 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         np.testing.assert_allclose(measured["loss"], expected, rtol=1e-6)
         (record,) = caplog.records
         assert f"xamples are weighted by {said}" in record.getMessage()
+        assert record.levelname == "INFO"
         bad = make({**data, "weight": -weight})
         assert "'weight' has values from" in message_of(
             trainer.evaluate, bad, **options
@@ -298,16 +301,69 @@ def test_predict_returns_every_row_in_order_and_no_padding(mesh):
 
 
 class Frame:
-    """Named columns, as those of pandas."""
+    """Named columns, as those of pandas; of several dtypes if `values` are objects."""
 
-    def __init__(self, values):
-        self.values, self.columns = values, [*"abcd"]
+    def __init__(self, values, columns="abcd"):
+        self.values, self.columns = values, [*columns]
 
     def __getitem__(self, name):
-        return self.values[:, "abcd".index(name)]
+        (column,) = self.values[:, [self.columns.index(name)]].T
+        is_bool = isinstance(column[0], bool)
+        return column.astype("bool" if is_bool else type(column[0]))
+
+    def items(self):
+        return [(name, self[name]) for name in self.columns]
 
     def __array__(self, dtype=None, copy=None):
         return self.values
+
+
+def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
+    x = examples(16)["x"].round()
+    mixed = np.column_stack([x[:, :3].astype(object), (x[:, 3] > 0).astype(object)])
+    trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, x: x)
+    found = trainer.predict(Frame(mixed), batch_size=8)
+    np.testing.assert_array_equal(found, mixed.astype("float32"))
+    mixed[:, 1], trainer = "text", ml.Trainer(create_state(mesh), pair_loss)
+    refused = message_of(lambda: trainer.fit(Frame(mixed), x[:, 0], batch_size=8))
+    assert refused.startswith(
+        "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write "
+        "pd.get_dummies(frame).astype('float32')."
+    )
+    names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
+    assert names.startswith("the names of the data frame's columns are int and str:")
+
+
+def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
+    data, swapped = examples(16), Frame(examples(16)["x"], "bacd")
+    frame, y = Frame(data["x"]), data["y"]
+    both = "the data frame has the columns b, a, c, d, and that of fit had a, b, c, d: "
+    trainer = ml.Trainer(create_state(mesh), pair_loss)
+    calls = {
+        "predict": lambda: trainer.predict(swapped, batch_size=8),
+        "evaluate": lambda: trainer.evaluate(swapped, y, batch_size=8),
+        "fit": lambda: quiet_fit(trainer, swapped, y, batch_size=8),
+        "fit: validation": lambda: quiet_fit(
+            trainer, frame, y, batch_size=8, validation_data=(swapped, y)
+        ),
+    }
+    quiet_fit(trainer, frame, y, batch_size=8, validation_split=0.5)
+    for where, call in calls.items():
+        assert message_of(call) == f"{where}: {both}give them in that order."
+    trainer.predict(frame, batch_size=8)
+
+    def by_name(model, batch):
+        out = model(jnp.stack([batch[name] for name in "abcd"], 1))
+        return out[:, 0] - batch["y"], {"out": out}
+
+    trainer = ml.Trainer(create_state(mesh), by_name)
+    whole = Frame(np.column_stack([data["x"], y]), "abcdy")
+    quiet_fit(trainer, whole, batch_size=8)
+    moved = Frame(np.column_stack([y, data["x"]]), "yabcd")
+    np.testing.assert_array_equal(
+        *(trainer.predict(each, batch_size=8)["out"] for each in (whole, moved))
+    )
+    assert message_of(calls["predict"]) == f"predict: {both}give them in that order."
 
 
 def test_data_without_labels_goes_to_the_model(mesh):
@@ -380,6 +436,10 @@ def test_predict_says_what_it_needs(mesh):
     assert message_of(ml.Trainer(state, bare).predict, data) == (
         "predict: bare returns losses but no outputs. Return a pair of losses and a dict "
         "of outputs, or give predict_fn(model, batch)."
+    )
+    np.testing.assert_array_equal(  # one row, and no loss function
+        ml.Trainer(state).predict(ROWS["x"][:1], batch_size=1),
+        state.model(ROWS["x"])[:1],
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
     assert message_of(mean.predict, data) == (
@@ -555,15 +615,25 @@ def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh, trainer
     assert said in caught.value.__notes__
 
 
-BAD_STEP = {"train_step": lambda *_: (0, 1)}
+def step_of(train_step):
+    return type("Own", (ml.Trainer,), {"train_step": train_step})({"n": 0})
+
+
 WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
     "the trainer has no loss function": lambda data: ml.Trainer({"n": 0}).fit(data),
-    "train_step must return metrics of type ml.metrics.Metrics, got 1.": (
-        lambda data: type("Bad", (ml.Trainer,), BAD_STEP)({"n": 0}).fit(data)
+    **{
+        f"train_step must return (state, metrics), with metrics of type "
+        f"ml.metrics.Metrics, got {shown}.": (
+            lambda data, result=result: step_of(lambda *_: result).fit(data)
+        )
+        for result, shown in (((0, 1), "1"), ({"loss": 1}, "{'loss': 1}"))
+    },
+    "Own.train_step is called as Own.train_step(state, batch, metrics), but takes ": (
+        lambda data: step_of(lambda self, data: 0)
     ),
     "train must be arrays, an iterable of batches, or a": (
         lambda data: Counted().fit("train.csv", batch_size=2)
@@ -639,7 +709,7 @@ def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
         assert f"batch {number} of train has no rows, or only" in caplog.text
 
 
-def test_a_share_of_the_rows_is_held_out(mesh):
+def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     data = examples(40)
     first, last = cut(data, 30)
     options = {"batch_size": 8, "epochs": 2, "shuffle": 3}
@@ -650,6 +720,11 @@ def test_a_share_of_the_rows_is_held_out(mesh):
     assert found == expected
     split = ml.Trainer(create_state(mesh), loss_fn)
     assert quiet_fit(split, Rows(data), validation_split=0.25, **options) == expected
+    assert not caplog.messages
+    weighted = {**data, "weight": np.ones(40, "float32")}
+    quiet_fit(split, weighted, validation_split=0.25, **options)
+    (said,) = caplog.messages
+    assert said == "validation is weighted, too: validation_data= need not be."
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
         "give validation_data= alone."

@@ -22,7 +22,7 @@ from meshlayout.arrays.parts import replica_difference, replica_sums
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
 from meshlayout.checkpoint.orbax import Inspection, SavedStep
-from meshlayout.checkpoint.save import Save, failures
+from meshlayout.checkpoint.save import Save, failures, finish_in
 from meshlayout.cluster.agreement import difference
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
@@ -217,6 +217,9 @@ class Checkpointer(_checks.WithReflexes):
                 self._unlock()
                 self._unlock = None
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self.directory)!r})"
+
     def __enter__(self) -> "Checkpointer":
         return self
 
@@ -227,7 +230,9 @@ class Checkpointer(_checks.WithReflexes):
         """Locks the directory, makes room for a step, and leaves a token there."""
         with failures(step, self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._unlock = self._unlock or steps.lock(self.directory, self)
+            if self._unlock is None:
+                finish_in(self.directory)
+                self._unlock = steps.lock(self.directory, self)
             steps.recover(self.directory)
             steps.clear(self.directory, step)
             return steps.leave_token(self.directory)

@@ -256,9 +256,10 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         logger.warning(nobody, directory, "it is in a store")
         return lambda: None
     key = directory.resolve()
-    busy = f"another run or Checkpointer saves to {directory}. End that one first."
+    busy = f"another run or Checkpointer saves to {directory}. End that one first"
     if key in _held:
-        raise CheckpointError(busy)
+        way = "it is of this process, and ends with `with`, ck.close() or `del ck`."
+        raise CheckpointError(f"{busy}: {way}")
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -266,7 +267,7 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise CheckpointError(busy) from None
+        raise CheckpointError(f"{busy}.") from None
     except (ImportError, OSError) as error:
         logger.warning(nobody, directory, error)
     _held.add(key)

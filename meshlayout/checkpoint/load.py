@@ -441,9 +441,9 @@ def match(
 ) -> tuple[dict[str, tuple[str, DType]], RestoreDiff]:
     """Returns by path what to restore: a saved name and a dtype; and all differences.
 
-    The saved arrays come by their names after renaming. A leading `params/` and a
-    trailing `/value`, which some versions of Flax write and others do not, are ignored,
-    and PRNG keys may be saved as their words.
+    The saved arrays come by their names after renaming. A leading `params/` or
+    `model_state/`, which a bare module does not have, and a trailing `/value`, which
+    some versions of Flax write, are ignored, and PRNG keys may be saved as their words.
     """
     names, paths = [*saved], [spec.path for spec in wanted]
     rest = dict(zip(_without_flax(names), names, strict=True))
@@ -501,8 +501,8 @@ def match(
 
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
-    """Returns paths without what differs between versions of Flax, if that is clear."""
-    bare = [path.removeprefix("params/").removesuffix("/value") for path in paths]
+    """Returns paths without what modules or versions of Flax lack, if that is clear."""
+    bare = [re.sub("^(params|model_state)/|/value$", "", path) for path in paths]
     return bare if len({*bare}) == len(bare) else paths
 
 

@@ -146,6 +146,11 @@ def failures(step: int, directory: Path) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
+def finish_in(directory: Path) -> None:
+    """Waits for the saves of other checkpointers, as of a cell that is run again."""
+    concurrent.futures.wait([x.end for x in _unfinished if x.directory == directory])
+
+
 # Saves that run, or whose error nobody has raised; a forked child lacks their threads.
 _unfinished: set[Save] = set()
 _left_behind = threading.Event()  # Orbax may still wait for a process that has failed

@@ -1,5 +1,6 @@
 """Losses over real examples, regularizers, and losses that models record."""
 
+from meshlayout._checks import names_of
 from meshlayout.losses.reduction import (
     COLLECTION as COLLECTION,
     Denominator as Denominator,
@@ -16,3 +17,6 @@ from meshlayout.losses.reduction import (
     weighted as weighted,
     weighted_sum as weighted_sum,
 )
+
+
+vars()["__getattr__"] = names_of(__name__)

@@ -1,5 +1,6 @@
 """Metrics that are exact under masks, shards and any order of merging."""
 
+from meshlayout._checks import names_of
 from meshlayout.metrics.classification import (
     F1 as F1,
     Accuracy as Accuracy,
@@ -15,3 +16,6 @@ from meshlayout.metrics.metric import (
     Metric as Metric,
     Sum as Sum,
 )
+
+
+vars()["__getattr__"] = names_of(__name__)

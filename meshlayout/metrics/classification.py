@@ -41,6 +41,9 @@ class _PairMetric(Metric):
         # Left as it is, broadcasting would compare every prediction with every label.
         if scores.shape != labels.shape:
             fact = "With a threshold, there must be one prediction per label."
+            if scores.shape[:-1] == labels.shape and hasattr(self, "num_classes"):
+                write = f"{type(self).__name__}(num_classes={scores.shape[-1]}"
+                fact = f"For several classes, write {write}, labels={self.labels!r})."
             raise self._misfit(scores, labels, fact)
         return scores.astype(jnp.float32)
 
@@ -235,9 +238,9 @@ class ConfusionMatrix(_PairMetric):
 class _ClassShare(_PairMetric):
     """Base of precision, recall and F1: shares of one table, a column per class."""
 
+    num_classes: int | None = None
     _: KW_ONLY
     threshold: float | None = None
-    num_classes: int | None = None
     average: Literal["macro"] | None = "macro"
 
     _shares: ClassVar[tuple[float, float]]  # of predictions and labels in the divisor

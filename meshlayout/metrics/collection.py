@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Batch, Leaf
+from meshlayout._batches import WeightsKey, get_weights
 from meshlayout.errors import MetricError, did_you_mean
 from meshlayout.metrics.classification import Accuracy
 from meshlayout.metrics.metric import Mean, Metric, find
@@ -94,7 +95,7 @@ class Metrics(Mapping[str, Any]):
         outputs: Mapping[str, Any] | None,
         batch: Batch,
         losses: ArrayLike | None = None,
-        weights: ArrayLike | None = None,
+        weights: ArrayLike | WeightsKey | None = "weight",
     ) -> "Metrics":
         """Returns the metrics with one step's batch added, as steps do.
 
@@ -106,7 +107,8 @@ class Metrics(Mapping[str, Any]):
             outputs: The outputs of the loss function, by name; None if there are none.
             batch: A mapping; or a tuple or list, whose entries are named by indices.
             losses: Per-example losses.
-            weights: Per-example weights; None if all count.
+            weights: Per-example weights, or where the batch has them, as the trainer
+                puts them there; None if all count.
 
         Raises:
             MetricError: If an argument is not found, or does not fit; or if there are
@@ -116,11 +118,13 @@ class Metrics(Mapping[str, Any]):
         entries = entries if isinstance(entries, Mapping) else {}
         named = {"losses": losses, "batch": batch}
         named |= {str(name): x for name, x in entries.items()} | {**(outputs or {})}
+        is_key = isinstance(weights, (str, int))
+        counts: Any = get_weights(batch, weights) if is_key else weights
         updated: dict[str, Any] = {}
         for name in self.names:
             metric = self.metrics[name]
             try:
-                updated[name] = metric.merge(_measured(metric, named, weights))
+                updated[name] = metric.merge(_measured(metric, named, counts))
             except MetricError as error:  # names its class, of which there may be two
                 raise MetricError(f"metric {name!r}: {error}") from None
         return Metrics(updated, self.names)

@@ -6,6 +6,8 @@ travel along as static code.
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -32,6 +34,8 @@ from meshlayout.state.creation import (
     marked,
 )
 
+
+_warn_once = functools.cache(logging.getLogger("meshlayout").warning)
 
 Model = TypeVar("Model", bound=nnx.Module | nn.Module)
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
@@ -209,9 +213,16 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
-            model: The model after its forward pass, to take `model_state` from.
+            model: The model after its forward pass, to take `model_state` from; without
+                it, batch statistics and random streams stay as they are.
         """
         self._refuse_used_up()
+        if model is None and jax.tree.leaves(self.model_state):
+            _warn_once(
+                "apply_gradients without model= leaves batch statistics and random "
+                "streams as they were. Give it the model after its forward pass, or "
+                "to keep them, model=state.model."
+            )
         if isinstance(grads, nnx.State):
             grads = nnx.to_pure_dict(grads)
         _check_like("the gradients", grads, "state.params", self.params)

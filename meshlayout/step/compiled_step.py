@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
@@ -356,10 +356,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise OtherProgramError
             now = self._kinds(args, kwargs, program.layouts)
             if tx := getattr((*args, None)[0], "tx", None):
-                now["the optimizer"] = f"one made at {id(tx):#x}", None  # by optax.adam
+                now["the optimizer"] = str(id(tx)), None
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
-                why = self._explain(now) if self._last else ""
+                why = self._explain(now, call) if self._last else ""
         layouts = self._options["layouts"]
         scope = activate(layouts) if layouts else contextlib.nullcontext()
         inner = functools.partial(self._inner, *args, **kwargs)
@@ -436,10 +436,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if fact:
                 raise StepError(f"{self.__name__}: {fact}") from None
 
-    def _explain(self, now: Kinds) -> str:
+    def _explain(self, now: Kinds, call: tuple[PyTree, PyTree]) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = (changes_of(seen, now) for seen in self._seen)
-        change = [*min(changes, key=len, default=[]), _OTHER_CHANGE][0]
+        changes = min(
+            (changes_of(seen, now) for seen in self._seen), key=len, default=[]
+        )
+        named = self._named(*call).items()
+        changes += [f"{x} is a Python number" for x, y in named if type(y) is float]
+        change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)
@@ -452,13 +456,17 @@ class CompiledStep(StepInspection, Generic[P, R]):
     ) -> Kinds:
         """Returns the kinds of arguments by name, and layouts if they are given."""
         treedef = jax.tree.structure((args, kwargs))
-        layouts = layouts or [None] * treedef.num_leaves
+        is_call, layouts = bool(layouts), layouts or [None] * treedef.num_leaves
         on_mesh = self._named(*treedef.unflatten([x or "" for x in layouts]))
 
         def kind(name: str, leaf: Leaf) -> Any:
             if name.partition("/")[0] in self.static_argnames:
                 return repr(leaf)
-            return jax.typeof(leaf).dtype, jax.typeof(leaf).shape
+            kind = jax.typeof(leaf)  # a new state's weak types become those of the old
+            if is_call and kind.weak_type:
+                text = _render.array_text(kind.dtype, kind.shape)
+                return f"{text} of a Python number"
+            return kind.dtype, kind.shape
 
         named = self._named(args, kwargs)
         return {name: (kind(name, x), on_mesh[name]) for name, x in named.items()}

@@ -197,7 +197,9 @@ def changes_of(before: Kinds, now: Kinds) -> list[str]:
         (old, here), (new, there) = (
             x.get(name, ("nothing", "")) for x in (before, now)
         )
-        if old != new:
+        if old != new and name == "the optimizer":
+            changes.append("the optimizer changed to a new one")
+        elif old != new:
             text = _render.array_text
             old, new = (x if isinstance(x, str) else text(*x) for x in (old, new))
             changes.append(f"{name} changed from {old} to {new}")

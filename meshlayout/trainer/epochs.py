@@ -24,13 +24,14 @@ from jax.sharding import NamedSharding
 from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import WeightsKey, get_weights, map_batch, num_examples
+from meshlayout._host_arrays import plain_array
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.checkpoint.positions import Continues, move_to_position
 from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
 from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.data.agreement import Agreement
-from meshlayout.data.examples import looks_batched
+from meshlayout.data.examples import looks_batched, named_leaves
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.mesh import Mesh
@@ -97,6 +98,10 @@ class TrainerInput:
             devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
             meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
         self._layout = _batches.batch_layout(Mesh(meshes[0]))
+        tree = data if labels is None else (data, labels)
+        checked_columns(where, tree, trainer._columns)
+        if not self._marks:
+            data = _as_trained(data, trainer._steps._structure, self._key)
         is_rows, is_text = has_rows(data), isinstance(data, (str, bytes))
         is_iterable = isinstance(data, Iterable) or callable(data)
         if is_text or not (is_rows or is_iterable or _is_indexed(data)):
@@ -104,10 +109,13 @@ class TrainerInput:
             raise MeshLayoutError(f"{msg} returns one, got {_checks.shown(data)}.")
         if batch_size is not None or labels is not None or is_rows:
             rows = rows_of(where, name, data, labels, batch_size)
-            weights = get_weights(data if labels is None else (data, labels), self._key)
+            weights = get_weights(tree, self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
-            data = self._dataset(rows, batch_size or 0, shuffle)
+            size, shards = batch_size or 0, _batches.num_row_shards(self._layout)
+            # Padded rows change no number, where no step depends on the batch's size.
+            size = size if self._trains else -(-size // shards) * shards
+            data = self._dataset(rows, size, shuffle)
         elif not is_iterable:  # `iter` might never end
             data = functools.partial(NumberedItems, data, operator.length_hint(data))
         elif isinstance(data, DistributedDataset) and data._plan._assemble:
@@ -199,7 +207,7 @@ class TrainerInput:
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
-            self._trainer._tell(sentence, self._key)
+            self._trainer._tell(logging.INFO, sentence, self._key)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -235,6 +243,7 @@ class TrainerInput:
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
+                logging.WARNING,
                 "a batch of %d rows does not divide into %d shards, and cannot be "
                 "padded: every device computes the whole batch.",
                 *(rows, num_shards),
@@ -273,15 +282,16 @@ class TrainerInput:
 
     def _tell_of_weights(self, batch: Batch) -> None:
         """Says once that an entry which looks like weights is not taken for them."""
-        has_weights = get_weights(batch, self._key) is not None
         # What other libraries call them, and where Keras has them in a tuple.
-        names = ("weights", "sample_weight", "sample_weights", 2)
-        for name in () if has_weights else names:
+        names: list[WeightsKey] = ["weights", "sample_weight", "sample_weights"]
+        names += [2] * isinstance(batch, (tuple, list))
+        for name in names * (get_weights(batch, self._key) is None):
             entry = get_weights(batch, name)
             kind = getattr(entry, "dtype", np.dtype(int)).kind
             if np.ndim(entry) == 1 and kind == "f":
                 told = "the data's entry %r does not weight the examples. If it is to,"
-                self._trainer._tell(f"{told} give Trainer weights=%r.", name, name)
+                told = logging.WARNING, f"{told} give Trainer weights=%r."
+                self._trainer._tell(*told, name, name)
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""
@@ -304,6 +314,42 @@ class TrainerInput:
                 msg = f"{self._name} has fewer than the {place['given']} batches that"
                 raise CheckpointError(f"{msg} the checkpointed run had read of it.")
         self._num_given = place["given"]
+
+
+def checked_columns(
+    where: str, data: PyTree, trained: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Returns the columns of the data frames in a tree, by path.
+
+    They must be those of `trained`, in that order: the model knows them by their place.
+    """
+    leaves = (
+        named_leaves(data)[0] if isinstance(data, (tuple, Mapping)) else [("", data)]
+    )
+    frames = {path: leaf for path, leaf in leaves if hasattr(leaf, "columns")}
+    # Of a table of Arrow, `columns` are the arrays.
+    columns = {p: [*getattr(x, "column_names", x.columns)] for p, x in frames.items()}
+    for path, names in columns.items():
+        known, is_bare = trained.get(path, names), where == "predict" and not path
+        if is_bare and len(trained) == 1:  # the only frame, with or without its name
+            known = next(iter(trained.values()))
+        if "" in trained:  # alone: a loss function gets its columns by name
+            by_name = not is_bare or {*names} == {*known}
+            used = [name for name in known if name in names]
+            known = names if by_name else used or known
+        if names != known:
+            mine, theirs = (", ".join(map(str, x)) for x in (names, known))
+            msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
+            raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
+    return columns
+
+
+def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
+    """Returns a data frame that has other columns than `structure` as a matrix."""
+    names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
+    columns = {*getattr(data, "columns", ())} - {weights}
+    is_same = isinstance(names, Mapping) and columns == {*names}
+    return plain_array(data, "data") if columns and not is_same else data
 
 
 def has_rows(data: Any) -> bool:

@@ -1,8 +1,8 @@
 """`History`: the metrics of a trainer's epochs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from meshlayout._render.curves import Curves
 from meshlayout.errors import did_you_mean
 
 
-class History(_checks.WithReflexes, Mapping[str, list[Any]]):
-    """The metrics of each epoch: a mapping from names to lists of values.
+class History(_checks.WithReflexes, dict[str, list[Any]]):
+    """The metrics of each epoch: a dict from names to lists of values.
 
     Values are floats, or NumPy arrays for metrics with dims; NaN if there is none.
 
@@ -36,15 +36,14 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         self.stopped = ""
-        self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Adds an epoch, by its number from 1, and its values by name."""
         # A name that is new in this epoch gets NaN for the epochs before it.
         for name in logs:
-            self._values.setdefault(name, [math.nan] * len(self.epochs))
+            self.setdefault(name, [math.nan] * len(self.epochs))
         self.epochs.append(epoch)
-        for name, values in self._values.items():
+        for name, values in self.items():
             values.append(logs.get(name, math.nan))
 
     def plot(self, *names: str) -> Curves:
@@ -52,23 +51,12 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
 
         Values that are not finite are left out, and so are metrics that have dims.
         """
-        chosen = names or tuple(self._values)
+        chosen = names or tuple(self)
         return Curves.of(self.epochs, {name: self[name] for name in chosen})
 
-    def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._values:
-            near = did_you_mean(name, self._values)
-            if str(name).startswith("val_") and not any(x[:4] == "val_" for x in self):
-                near = " Give fit validation_data= or validation_split=."
-            known = ", ".join(map(repr, self._values)) or "nothing yet"
-            raise KeyError(f"the history has no {name!r}, only {known}.{near}")
-        return list(self._values[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    def __missing__(self, name: str) -> NoReturn:
+        known, near = ", ".join(map(repr, self)) or "nothing yet", unseen(name, self)
+        raise KeyError(f"the history has no {name!r}, only {known}.{near}")
 
     def __repr__(self) -> str:
         no_epochs = "History(no epochs)"
@@ -78,11 +66,18 @@ class History(_checks.WithReflexes, Mapping[str, list[Any]]):
         return self._rendered(_render.html_table)
 
     def _rendered(self, render: Callable[..., str]) -> str:
-        columns = [map(value_text, values) for values in self._values.values()]
+        columns = [map(value_text, values) for values in self.values()]
         rows = [list(row) for row in zip(map(str, self.epochs), *columns, strict=True)]
         notes = [f"stopped: {self.stopped}"] if self.stopped else []
-        names = ["epoch", *self._values]
+        names = ["epoch", *self]
         return render(names, rows, "r" * len(names), notes=notes)
+
+
+def unseen(name: str, known: Collection[str]) -> str:
+    """Returns a sentence on a value that is not among the known ones."""
+    if str(name).startswith("val_") and not any(x[:4] == "val_" for x in known):
+        return " Give fit validation_data= or validation_split=."
+    return did_you_mean(name, known)
 
 
 def value_text(value: float | np.ndarray) -> str:

@@ -84,17 +84,15 @@ class TrainerSteps:
     ) -> PyTree:
         """Returns predictions for a batch."""
         function = predict_fn or self._predict_fn
-        if function is None:
-            self._check("predict_step")
         structure = self._structure if function is None else None
         return self._predict_step(function, structure)(state, batch)
 
-    def _check(self, step: str, batch: Batch = None) -> None:
+    def _check(self, step: str, batch: Batch) -> None:
         """Checks that there is a loss function, and remembers what its batches are."""
         if self.loss_fn is None:
             msg = f"the trainer has no loss function to make {step} from: give loss_fn,"
             raise MeshLayoutError(f"{msg} or override {step} in a subclass.")
-        if self._structure is None and batch is not None:
+        if self._structure is None:
             self._structure = jax.tree.structure(_without(batch, self.weights))
 
     def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
@@ -104,15 +102,14 @@ class TrainerSteps:
     def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
-        assert loss_fn is not None
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         leaves, call = jax.tree.leaves(inputs), "predict_fn(model, batch)"
         # Data without labels; before a first `fit` or `evaluate`, a single array.
         num_trained = structure.num_leaves if structure else 1 + (inputs is leaves[0])
-        is_bare = len(leaves) < num_trained
+        is_bare = loss_fn is None or len(leaves) < num_trained
         name = "the model" if is_bare else name
         with _checks.noted(f"predict calls {name}, or what you give as {call}"):
-            if is_bare:
+            if loss_fn is None or is_bare:
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:
@@ -146,7 +143,7 @@ def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[st
 def checked_metrics(step: str, metrics: object) -> Metrics:
     """Returns the metrics of a step, which may be overridden."""
     if not isinstance(metrics, Metrics):
-        shown = _checks.shown(metrics)
-        msg = f"{step} must return metrics of type ml.metrics.Metrics, got {shown}."
-        raise MeshLayoutError(msg)
+        what = "(state, metrics), with " * (step == "train_step")
+        shown = f"metrics of type ml.metrics.Metrics, got {_checks.shown(metrics)}."
+        raise MeshLayoutError(f"{step} must return {what}{shown}")
     return metrics

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import noted_batch, num_examples
+from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import (
@@ -40,15 +40,23 @@ from meshlayout.trainer.epochs import (
     PlacedBatch,
     TrainerInput,
     TrainingPosition,
+    checked_columns,
     has_rows,
     real_rows,
     split_rows,
 )
-from meshlayout.trainer.history import History
+from meshlayout.trainer.history import History, unseen
 from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
 _log = logging.getLogger("meshlayout")
+
+_NAN_LOSS = (
+    "the loss of epoch %d is NaN, as NaN in the data makes it, or labels outside 0 to "
+    "classes - 1. Parameters that are NaN stay so: create the state and the trainer "
+    "again. callbacks=[ml.callbacks.StopOnNaN()] stops, on_nonfinite='skip' leaves "
+    "such steps out; jax_debug_nans finds them."
+)
 
 
 @_checks.user_call
@@ -111,6 +119,9 @@ class Trainer(_checks.WithReflexes):
             msg = "Trainer: training has used up this state. Continue with the state of"
             hint = "its trainer, or create it again, as by running the notebook's cell."
             raise StateError(f"{msg} {hint}")
+        for name in ("train_step", "eval_step"):  # which a subclass may define
+            where = f"{type(self).__name__}.{name}"
+            _checks.function(where, getattr(self, name), "state", "batch", "metrics")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         has_own = type(self).train_step is not Trainer.train_step
         if leaves and loss_fn and not has_own:  # a state may be given later
@@ -121,8 +132,10 @@ class Trainer(_checks.WithReflexes):
         self.stopped, self.steps_in_call = "", 1
         # Of the running `fit`: its data, callbacks, and metrics of the epoch so far.
         self.input: TrainerInput | None = None
+        self._validation: TrainerInput | None = None
         self._callbacks: list[Callback] = []
         self._metrics: Metrics | None = None
+        self._columns: dict[str, list[Any]] = {}  # of the data frames of `fit`
         self._told: set[str] = set()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -136,7 +149,8 @@ class Trainer(_checks.WithReflexes):
         """Returns the next state, and the metrics of the epoch including this step.
 
         `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
-        are None at the beginning of an epoch. The state may be used up.
+        are None at the beginning of an epoch. The state may be used up. Rows that pad a
+        batch have weight 0: divide `losses.weighted_sum` by the sum of the weights.
         """
         return self._steps.train(state, batch, metrics)
 
@@ -221,10 +235,17 @@ class Trainer(_checks.WithReflexes):
         if resume and not checkpoints:
             msg = "fit(resume=True) needs a Checkpoint among the callbacks, to resume"
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
+        data = train if labels is None else (train, labels)
+        trained = self._columns if self.history.epochs else {}
+        given = checked_columns("fit", data, trained)
+        self._columns = trained or given
         if validation_split is not None:
             if validation_data is not None or not has_rows(train):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
+            if get_weights(data, self._steps.weights) is not None:
+                text = "validation is weighted, too: validation_data= need not be."
+                self._tell(logging.WARNING, text)
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         arrays = train, labels, batch_size, seed, steps_per_epoch
@@ -240,17 +261,20 @@ class Trainer(_checks.WithReflexes):
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
+        self._told.discard(_NAN_LOSS)  # each `fit` may begin with NaN in the parameters
         self.input, self._callbacks, self._metrics = source, chosen, None
+        self._validation = validation
         if resume:
             self._metrics = checkpoints[0].resume(self, source)
         with contextlib.ExitStack() as closing:
             preemption = closing.enter_context(Preemption()) if checkpoints else None
             for callback in chosen:
                 closing.callback(callback.close)
+            self._check_monitors({})
             self._notify("on_fit_start")
             while self.position.epoch < self.position.last_epoch and not self.stopped:
                 self._train_epoch(preemption)
-                self._end_epoch(validation)
+                self._end_epoch()
                 self._end_if_preempted(preemption)
             self._notify("on_fit_end")
         return self.history
@@ -286,7 +310,6 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        data = _as_trained(data, self._steps._structure, key)
         source = TrainerInput(self, "predict", "data", data, None, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
@@ -317,6 +340,8 @@ class Trainer(_checks.WithReflexes):
         for group in source.groups(self._steps.group_size, text=f" of epoch {epoch}"):
             with noted_batch(source.where, group[0].batch):
                 self._train(group, source.size)
+            if self.position.step_in_fit == len(group):
+                self._check_monitors(self._metrics or {})
             self._notify("on_step_end", self.position.step, self._metrics)
             self._end_if_preempted(preemption)
             if self.stopped:
@@ -334,7 +359,9 @@ class Trainer(_checks.WithReflexes):
                 quiet.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore", RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
-            state, metrics = self.train_step(self.state, batch, self._metrics)
+            result: Any = self.train_step(self.state, batch, self._metrics)
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            state, metrics = result if is_pair else (self.state, result)
             self.state, self._metrics = state, checked_metrics("train_step", metrics)
             self.steps_in_call = count
             self.position = replace(
@@ -345,7 +372,7 @@ class Trainer(_checks.WithReflexes):
                 examples_in_epoch=position.examples_in_epoch + rows,
             )
 
-    def _end_epoch(self, validation: TrainerInput | None) -> None:
+    def _end_epoch(self) -> None:
         """Reads the epoch's metrics and validates; drops an epoch without steps."""
         position, metrics, self._metrics = self.position, self._metrics, None
         if self.input is not None and self.input.is_over:
@@ -354,20 +381,30 @@ class Trainer(_checks.WithReflexes):
             self.position = replace(position, epoch=position.epoch - 1)
             return
         logs = metrics.to_host()
-        if validation is not None and not self.stopped:
+        if self._validation is not None and not self.stopped:
             self._notify("on_validation_start")
-            values = self._evaluate(validation)
+            values = self._evaluate(self._validation)
             logs.update({f"val_{name}": value for name, value in values.items()})
         self.history.add(position.epoch, logs)
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
-            self._tell(
-                "the loss of epoch %d is NaN, as NaN in the data makes it, or labels "
-                "outside 0 to classes - 1. callbacks=[ml.callbacks.StopOnNaN()] stops, "
-                "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them.",
-                position.epoch,
-            )
+            self._tell(logging.WARNING, _NAN_LOSS, position.epoch)
         self._notify("on_epoch_end", position.epoch, logs)
+
+    def _check_monitors(self, metrics: Mapping[str, Any]) -> None:
+        """Refuses a callback whose value there will not be, once that is known."""
+        has_val = self._validation is not None
+        names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
+        is_own = type(self).eval_step is not Trainer.eval_step
+        for callback in self._callbacks:
+            name = callback._monitor
+            if not name or name in names or name in self.history:
+                continue
+            is_val = name.startswith("val_")
+            if (is_val and not has_val) or (metrics and not (is_val and is_own)):
+                known = ", ".join(map(repr, metrics)) or "what a step returns"
+                fact = f"there will be no {name!r}, only {known}.{unseen(name, names)}"
+                raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
 
     def _end_if_preempted(self, preemption: Preemption | None) -> None:
         """Saves and raises Preempted after SIGTERM; called after each step."""
@@ -391,10 +428,10 @@ class Trainer(_checks.WithReflexes):
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
 
-    def _tell(self, sentence: str, *values: object) -> None:
+    def _tell(self, level: int, sentence: str, *values: object) -> None:
         if sentence not in self._told:  # once, with its first values
             self._told.add(sentence)
-            _log.warning(sentence, *values)
+            _log.log(level, sentence, *values)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave out examples; a mean cannot."""
@@ -409,11 +446,3 @@ class Trainer(_checks.WithReflexes):
             except (LossError, MetricError):
                 self._pads = False
         return self._pads is not False
-
-
-def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
-    """Returns a data frame that has other columns than `structure` as a matrix."""
-    names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
-    columns = {*getattr(data, "columns", ())} - {weights}
-    is_same = isinstance(names, Mapping) and columns == {*names}
-    return np.asarray(data) if columns and not is_same else data

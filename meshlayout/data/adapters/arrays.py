@@ -5,6 +5,7 @@ examples or batches. Where an object could be either, the user is asked: a list 
 arrays of ten rows would train on the wrong axis without an error.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from meshlayout.data.examples import (
 from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
+
+_log = logging.getLogger("meshlayout")
 
 _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -73,10 +76,21 @@ def array_rows(tree: PyTree) -> Rows:
     """Returns columns in memory as a source."""
     if _is_frame(tree):
         tree = {name: tree[name] for name in getattr(tree, "columns", tree)}
+        if len(kinds := {*map(type, tree)}) > 1:  # which JAX cannot sort
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            msg = f"the names of the data frame's columns are {names}: write"
+            raise DataError(f"{msg} frame.columns = frame.columns.astype(str).")
     entries, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=_is_column_list
     )
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
+    indexes = [x.index for x in columns.values() if hasattr(x, "iloc")]
+    for index in indexes[1:]:
+        if not index.equals(indexes[0]) and index.isin(indexes[0]).all():
+            _log.warning(
+                "rows are paired by position, and the indexes of the data have the "
+                "same labels in another order: perhaps sort one by y.loc[x.index]."
+            )
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
     sizes = {column.shape[:1]: path for path, column in columns.items()}
     if len(sizes) > 1 or () in sizes:

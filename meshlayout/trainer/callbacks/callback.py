@@ -42,6 +42,8 @@ class Callback:
         ...             trainer.stop("the loss is below 0.1")
     """
 
+    _monitor: str = ""  # the value that it needs
+
     def on_fit_start(self, trainer: Trainer) -> None:
         """Called before the first epoch of a `fit`."""
 

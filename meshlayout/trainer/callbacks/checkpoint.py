@@ -50,7 +50,7 @@ class Checkpoint(Callback):
         if every != "epoch":
             every = _checks.count("every", every, where="Checkpoint")
         self.checkpointer, self._every = checkpointer, every
-        self._best: str | None = (checkpointer.best or [None])[0]  # a metric's name
+        self._monitor = (checkpointer.best or [""])[0]
         # The step of the last save, and whether an epoch ended there.
         self._saved_at: tuple[int, bool] | None = None
 
@@ -75,8 +75,8 @@ class Checkpoint(Callback):
             self._save(trainer, metrics)
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        if self._best is not None or self._every == "epoch":
-            self._save(trainer, None, force=self._best is not None)
+        if self._monitor or self._every == "epoch":
+            self._save(trainer, None, force=bool(self._monitor))
 
     def on_fit_end(self, trainer: Trainer) -> None:
         position = trainer.position
@@ -100,9 +100,9 @@ class Checkpoint(Callback):
         # A value that this epoch lacks is NaN in the history, which is never the best.
         logs = {name: history[name][-1] for name in history} if is_end else {}
         measured = scalars(logs)
-        if is_end and self._best is not None and trainer.stopped:
+        if is_end and self._monitor and trainer.stopped:
             # Stopped in its first epoch, without validation: no history has the name.
-            measured.setdefault(self._best, math.nan)
+            measured.setdefault(self._monitor, math.nan)
         counts = "step_in_epoch", "steps_per_epoch", "examples_in_epoch"
         notes = {
             "place": place,
@@ -159,7 +159,9 @@ class Checkpoint(Callback):
         history, position = trainer.history, trainer.position
         source.resume(notes["place"], saved.facts["data"], is_end=notes["is_end"])
         past = notes["history"]
-        history.epochs, history._values = past["epochs"], past["values"]
+        history.clear()
+        history.epochs = past["epochs"]
+        history.update(past["values"])
         trainer.position = replace(
             position,
             epoch=len(history.epochs),
