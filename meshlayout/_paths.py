@@ -46,7 +46,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     `whole`, paths keep a `params` at the root.
     """
     if holds_modules(tree):
-        tree = nnx.state(tree)
+        tree = nnx.state(with_variables(tree))
     leaves, unflatten = _named(tree)
     paths = [leaf.path for leaf in leaves]
     paths = paths if whole else _without_params(tree, paths)
@@ -59,6 +59,31 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
             raise MeshLayoutError(msg)
     leaves = [leaf._replace(path=x) for leaf, x in zip(leaves, paths, strict=True)]
     return Flat(leaves, unflatten)
+
+
+class _Beside(nnx.Variable[Any]):
+    """A leaf of a tree that is beside NNX objects, not in them."""
+
+
+def with_variables(tree: PyTree) -> PyTree:
+    """Returns a tree of NNX objects whose other leaves are Variables.
+
+    NNX would take numbers and strings for a part of the structure.
+    """
+
+    def wrapped(node: Any) -> Any:
+        return node if is_nnx_object(node) else _Beside(node)
+
+    return jax.tree.map(wrapped, tree, is_leaf=is_nnx_object)
+
+
+def without_variables(tree: PyTree) -> PyTree:
+    """Returns the tree that `with_variables` was given."""
+
+    def unwrapped(node: Any) -> Any:
+        return box_value(node) if isinstance(node, _Beside) else node
+
+    return jax.tree.map(unwrapped, tree, is_leaf=is_nnx_object)
 
 
 def leaf_names(tree: PyTree) -> list[str]:

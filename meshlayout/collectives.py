@@ -43,12 +43,12 @@ class ReduceOp(enum.Enum):
         return cls[_checks.choice("reduce_op", name, names, error=StrategyError)]
 
 
-class DistributedValues:
+class DistributedValues(_checks.WithReflexes):
     """The values of all replicas, which are not one array: the base of `PerReplica`."""
 
 
 @dataclass(eq=False)
-class ReplicaContext:
+class ReplicaContext(_checks.WithReflexes):
     """What a function knows that runs on one replica; see `get_replica_context`.
 
     Attributes:

@@ -149,7 +149,8 @@ def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> li
         except LayoutError as error:
             # Paths are only found now: a loop may relayout each of its batches.
             name = array_text(_paths.leaf_names(x)[index], arguments[0])
-            raise LayoutError(f"{name}: {error}" if name else str(error)) from error
+            text = f"{name}: {error}" if name else str(error)
+            raise LayoutError(text) from error.__cause__
     return results
 
 

@@ -104,7 +104,7 @@ def distribute_dataset(
     return DistributedDataset(plan)
 
 
-class DistributedDataset:
+class DistributedDataset(_checks.WithReflexes):
     """Global batches on a mesh; made by `distribute_dataset`.
 
     Each iteration yields the next `epochs` epochs of the source; with `epochs=None` or

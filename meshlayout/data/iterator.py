@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.data.agreement import Turns
 from meshlayout.data.by_row import HostBatch
@@ -35,7 +36,7 @@ from meshlayout.errors import DataError
 _CLOSE_S = 1.0
 
 
-class DataIterator:
+class DataIterator(_checks.WithReflexes):
     """The batches of one iteration over a `DistributedDataset`.
 
     Reading starts when the first batch is taken. `close`, the end of a `with` block,

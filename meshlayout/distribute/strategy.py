@@ -34,7 +34,7 @@ from meshlayout.distribute.variables import aggregation, raw_value, set_raw_valu
 from meshlayout.errors import LayoutWarning, StrategyError, stack_level
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap
+from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, create_mesh, parse_devices
 from meshlayout.state import scope
 
@@ -107,7 +107,8 @@ class Strategy(_checks.WithReflexes):
         if (outer := _current.get()) is not None:
             msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
             raise StrategyError(f"{msg}run. Scopes cannot be nested: leave that first.")
-        with scope(self.layouts), self._inside():
+        # What steps are given, as a TrainState, is on the devices.
+        with scope(self.layouts), activate(LayoutMap(self.mesh)), self._inside():
             yield self
 
     def run(
@@ -150,7 +151,18 @@ class Strategy(_checks.WithReflexes):
                 f"{_checks.shown(args)}. For one argument, write args=(x,)."
             )
             raise StrategyError(msg)
-        return self._run(fn, tuple(args), dict(kwargs or {}))
+        try:
+            return self._run(fn, tuple(args), dict(kwargs or {}))
+        except TypeError:
+            names = [f"args[{index}]" for index in range(len(args))]
+            how: Any = {
+                "keywords": kwargs or (),
+                "where": "run",
+                "error": StrategyError,
+            }
+            hint = "For a single argument, write args=(x,)."
+            _checks.function("fn", fn, *names, hint=hint, **how)
+            raise
 
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         """Calls a function on each replica, as each strategy does in its own way."""
@@ -215,8 +227,9 @@ class Strategy(_checks.WithReflexes):
         """Feeds the replicas from sources that a function makes on each process.
 
         Args:
-            dataset_fn: Called once with an `InputContext`, which tells it which part of
-                the input to return, as any source that `ml.distribute_dataset` takes.
+            dataset_fn: Called with an `InputContext`, which tells it which part of the
+                input to return, as any source that `ml.distribute_dataset` takes. A
+                generator function is called for each epoch.
                 Each replica gets one of its batches, of the per-replica size.
             global_batch_size: Rows of a batch, on all replicas together, to cut the
                 batches into; None keeps them.
