@@ -97,11 +97,11 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 def _named(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
     """Returns the leaves, and a function that builds a tree from others."""
-    entries, treedef = tree_flatten_with_path(tree, is_leaf=_is_box)
+    entries, treedef = tree_flatten_with_path(tree, is_leaf=is_box)
     leaves: list[Leaf] = []
     contents: list[Any] = []
     for keys, node in entries:
-        box, content = (node, box_value(node)) if _is_box(node) else (None, node)
+        box, content = (node, box_value(node)) if is_box(node) else (None, node)
         inside = [((), node)] if box is None else tree_flatten_with_path(content)[0]
         leaves += [Leaf(_path((*keys, *inner)), value, box) for inner, value in inside]
         contents.append(content)
@@ -141,10 +141,10 @@ def box_value(box: Box) -> Any:
         return box.get_raw_value() if hasattr(box, "get_raw_value") else box.raw_value
     # Boxes may be nested: the innermost value.
     inner = box.value if hasattr(box, "value") else box.unbox()
-    return box_value(inner) if _is_box(inner) else inner
+    return box_value(inner) if is_box(inner) else inner
 
 
-def _is_box(node: PyTree) -> bool:
+def is_box(node: PyTree) -> bool:
     return _is_kind(type(node), (nnx.Variable, meta.AxisMetadata))
 
 

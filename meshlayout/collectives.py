@@ -10,7 +10,7 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -60,10 +60,10 @@ class ReplicaContext(_checks.WithReflexes):
     """
 
     strategy: Any
-    axis_name: str | None
+    axis_name: str | None = field(repr=False)
     num_replicas_in_sync: int
-    mask: jax.Array | None = None
-    mask_was_read: bool = False
+    mask: jax.Array | None = field(default=None, repr=False)
+    mask_was_read: bool = field(default=False, repr=False)
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:

@@ -104,6 +104,7 @@ def fetch_layout(x: Leaf) -> Any:
         >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
         {'w': Layout([batch, unsharded], Mesh(batch=8))}
     """
+    x = _paths.box_value(x) if _paths.is_box(x) else x
     return jax.tree.structure(x).unflatten(for_each(Layout.of, x))
 
 

@@ -70,7 +70,7 @@ class ReplicaProgram:
         self._strategy, self._count = strategy, strategy.num_replicas_in_sync
         self.roots = roots = Roots(fn, arguments.named())
         self._name = roots.name
-        with roots.refuse_appends(self._name):
+        with roots.refuse_changes(self._name):
             self._examine(fn, arguments)
         nodes, self._nodes = self._nodes, []  # which a program does not keep alive
         roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
@@ -100,7 +100,8 @@ class ReplicaProgram:
             def examined(arrays: list[Any], *values: jax.Array) -> tuple[()]:
                 marks = dict(zip(names, values, strict=True))
                 of, options = self._placeholder, {"path_of": path_of, "marks": marks}
-                traced = self._traced(fn, arguments, arrays, of, **options)
+                with _shapes_explained(has_mask=has_mask):
+                    traced = self._traced(fn, arguments, arrays, of, **options)
                 self._read(arguments, arrays, *traced)
                 return ()
 
@@ -130,12 +131,6 @@ class ReplicaProgram:
                 trace(*MARKS)
         except Exception as error:
             _checks.show_user_frames(error)
-            if has_mask or isinstance(error, NotImplementedError):
-                error.add_note(
-                    "run: shapes are those of a first trace, under jax.vmap over the "
-                    "replicas, and for a batch with padding with twice its rows. Give "
-                    "callbacks a vmap_method; in reshape, write -1 for the rows."
-                )
             raise
 
     def _placeholder(self, variable: Variable) -> Any:
@@ -380,6 +375,20 @@ class ReplicaProgram:
             how["is_scalar"] = not self._shapes[index]
             out[index] = PerReplica(out[index], mask, **how)
         return self._treedef.unflatten(out)
+
+
+@contextlib.contextmanager
+def _shapes_explained(*, has_mask: bool) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if has_mask or isinstance(error, NotImplementedError):
+            error.add_note(
+                "run: shapes are those of a first trace, under jax.vmap over the "
+                "replicas, and for a batch with padding with twice its rows. Give "
+                "callbacks a vmap_method; in reshape, write -1 for the rows."
+            )
+        raise
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ class RemoteWorker:
             set_raw_value(self.variables[variable], x)
         roots = Roots(fn)
         try:
-            with roots.refuse_appends(name):
+            with roots.refuse_changes(name):
                 result = fn(*args, **kwargs)
         except StopIteration:
             msg = (
