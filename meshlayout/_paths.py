@@ -61,31 +61,6 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     return Flat(leaves, unflatten)
 
 
-class _Beside(nnx.Variable[Any]):
-    """A leaf of a tree that is beside NNX objects, not in them."""
-
-
-def with_variables(tree: PyTree) -> PyTree:
-    """Returns a tree of NNX objects whose other leaves are Variables.
-
-    NNX would take numbers and strings for a part of the structure.
-    """
-
-    def wrapped(node: Any) -> Any:
-        return node if is_nnx_object(node) else _Beside(node)
-
-    return jax.tree.map(wrapped, tree, is_leaf=is_nnx_object)
-
-
-def without_variables(tree: PyTree) -> PyTree:
-    """Returns the tree that `with_variables` was given."""
-
-    def unwrapped(node: Any) -> Any:
-        return box_value(node) if isinstance(node, _Beside) else node
-
-    return jax.tree.map(unwrapped, tree, is_leaf=is_nnx_object)
-
-
 def leaf_names(tree: PyTree) -> list[str]:
     """Returns the path of every leaf in a tree.
 
@@ -132,6 +107,23 @@ def is_nnx_object(node: PyTree) -> bool:
     variables are not those of the original.
     """
     return isinstance(node, nnx.Variable) or _is_module(node)
+
+
+class _Beside(nnx.Variable[Any]):
+    """A leaf beside NNX objects; NNX takes numbers for a part of the structure."""
+
+
+_map = functools.partial(jax.tree.map, is_leaf=is_nnx_object)
+
+
+def with_variables(tree: PyTree) -> PyTree:
+    """Returns a tree of NNX objects in which the other leaves are Variables."""
+    return _map(lambda x: x if is_nnx_object(x) else _Beside(x), tree)
+
+
+def without_variables(tree: PyTree) -> PyTree:
+    """Returns the tree that `with_variables` was given."""
+    return _map(lambda x: box_value(x) if isinstance(x, _Beside) else x, tree)
 
 
 def box_value(box: Box) -> Any:

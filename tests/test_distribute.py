@@ -192,8 +192,8 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     [
         (
             lambda s: s.run(lambda batch: batch, args=(1.0, 2.0)),
-            "run: fn is called as fn(args[0], args[1]), but takes (batch). For a "
-            "single argument, write args=(x,).",
+            "fn is called as fn(args[0], args[1]), but takes (batch). For one "
+            "argument, write args=(x,).",
         ),
         (
             lambda s: s.run(jnp.sin, args=1.0),

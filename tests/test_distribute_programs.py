@@ -310,10 +310,9 @@ def test_what_a_list_or_dict_would_get_only_once_is_refused_with_its_name(two):
     ):
         for _ in range(2):  # at every call: nothing has been compiled
             assert message_of(two.run, fn, (1.0,), error=StrategyError) == (
-                f"{fn.__name__} changes {what}, which had 0 entries before the call "
-                "and has 1 after it. It runs in Python once per compiled program, not "
-                "at every call: return the value instead, or keep it in an "
-                "nnx.Variable."
+                f"{fn.__name__} changes {what}. It runs in Python once per compiled "
+                "program, not at every call: return the value instead, or keep it in "
+                "an nnx.Variable."
             )
     notebook, count = Notebook(), 0
 

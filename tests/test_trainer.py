@@ -172,7 +172,11 @@ def test_what_cannot_leave_padding_out_is_trained_on_as_it_is(
     np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
     measured = trainer.evaluate(lambda: iter(batches))["loss"]
     np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
-    said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
+    said = (
+        "a batch of 6 rows does not divide into 4 shards: every device computes all of "
+        "it. To have it padded, return one loss per example; if it is a tuple, also "
+        "give Trainer weights=2."
+    )
     assert [record.getMessage() for record in caplog.records].count(said) == 1
 
 

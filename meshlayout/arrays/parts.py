@@ -78,12 +78,9 @@ def _pack_leaf(
     layout = as_layout(layout, parts[0].ndim)
     mesh = layout.mesh
     if len(parts) != mesh.num_local_devices():
-        msg = (
-            f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
-            f"{mesh!r} on this process. Give one part per device, in mesh order, "
-            "including devices that hold replicas."
-        )
-        raise LayoutError(msg)
+        msg = f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
+        msg += f"{mesh!r} on this process. Give one part per device, in mesh order, "
+        raise LayoutError(f"{msg}including devices that hold replicas.")
     indices = dict(zip(mesh.devices.flat, layout.offset_to_shard(), strict=True))
     of_process = f" of process {jax.process_index()}" * (jax.process_count() > 1)
     facts: list[tuple[str, str, str]] = []

@@ -254,10 +254,10 @@ def _agreed(
     if ended and (remainder == "drop" or len(ended) == len(answers)):
         return None
     if ended and not plan.has_weights:
-        raise DataError(
-            f"the source of process {ended[0]} has fewer batches than that of another "
-            f"process. {plan.padding_hint}"
+        fact = (
+            f"the source of process {ended[0]} has fewer batches than that of another"
         )
+        raise DataError(f"{fact} process. {plan.padding_hint}")
     if batch is None:
         leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
         batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))

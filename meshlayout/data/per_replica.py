@@ -115,16 +115,16 @@ def make_plan_from_function(
             source = fn(context)
         if not isinstance(source, Generator):
             return source
-        first = [source]  # which can be read once: each epoch needs its own
+        first = [source]  # each epoch needs one of its own
         return lambda: first.pop() if first else fn(context)
 
     def batch_size_of(rows: int | None) -> int:
         if rows is None:
-            raise DataError(
+            msg = (
                 "the function returned a source of single rows, which does not say the "
-                "size of a batch. Give global_batch_size=, or return batches of the "
-                "per-replica size."
             )
+            msg += "size of a batch. Give global_batch_size=, or return batches of the "
+            raise DataError(f"{msg}per-replica size.")
         return rows * num_row_shards(batch_layout(layout_or_mesh))
 
     return DataPlan(

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
@@ -92,23 +92,18 @@ class Roots:
         yield
         changes = list[str]()
         for (_, _, _, path, value, _), before in zip(containers, copies, strict=True):
-            now = len(value)
-            if now != len(before):
+            if len(value) != len(before):
                 value.clear()  # so that a dict is refused the next time as well
                 (value.extend if isinstance(value, list) else value.update)(before)
-                text = f"the {type(value).__name__} {path}, which had {len(before)} "
-                changes.append(f"{text}entries before the call and has {now} after it")
+                changes.append(f"the {type(value).__name__} {path}")
         for place, value in self._bound().items():
-            old = bound.get(place)
-            if value is not old and (type(old) in (int, float) or _is_traced(value)):
-                changes.append(place[1])
+            old = bound.get(place)  # flags are switched, and what is None is filled
+            is_other = isinstance(value, Tracer) or type(value) is type(old) is not bool
+            changes += [place[1]] * (is_other and value is not old)
         if changes:
-            msg = (
-                f"{name} changes {changes[0]}. It runs in Python once per compiled "
-                "program, not at every call: return the value instead, or keep it in "
-                "an nnx.Variable."
-            )
-            raise StrategyError(msg)
+            msg = f"{name} changes {changes[0]}. It runs in Python once per compiled "
+            msg += "program, not at every call: return the value instead, or keep it in"
+            raise StrategyError(f"{msg} an nnx.Variable.")
 
     def _bound(self) -> dict[tuple[int, str], Any]:
         """Returns what names and attributes are bound to now."""
@@ -212,13 +207,6 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
                 is_named |= bool(names & {*dir(type(part))} - {*dir(object)})
             if part is not None or get is not getattr:
                 yield _Entry(index, get, key, path, part, is_named)
-
-
-def _is_traced(value: Any) -> bool:
-    # Of these, JAX warns that they are no trees.
-    others = Iterator, ValuesView
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, others))
-    return any(isinstance(x, Tracer) for x in leaves)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

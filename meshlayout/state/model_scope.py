@@ -71,15 +71,14 @@ class _Scope:
 
     def __enter__(self) -> LayoutMap:
         self._exits.enter_context(_constructors)
-        token = _scope.set(self)
-        self._exits.callback(_scope.reset, token)
+        self._exits.callback(_scope.reset, _scope.set(self))
         self._exits.enter_context(activate(self.layouts))
         return self.layouts
 
     @_checks.user_call
     def __exit__(self, kind: object, *_: object) -> None:
         self._exits.close()
-        if kind is None:  # an error in the block, which a second one would hide
+        if kind is None:  # else a second error would hide that of the block
             self.finish()
 
     # Called instead of Flax's own methods, which are their first argument.

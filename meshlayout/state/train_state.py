@@ -176,12 +176,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             return "?"
         # A step donates all arrays or none.
         if isinstance(step, jax.Array) and step.is_deleted():
-            msg = (
-                "a step has used up this state: it reused its memory. Continue with "
-                "the state that the step returned, or pass the step a copy: "
-                "jax.tree.map(jnp.copy, state)."
-            )
-            raise StateError(msg)
+            msg = "a step has used up this state: it reused its memory. Continue with "
+            msg += "the state that the step returned, or pass the step a copy: "
+            raise StateError(f"{msg}jax.tree.map(jnp.copy, state).")
         return int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
