@@ -154,9 +154,8 @@ def get_replica_context() -> ReplicaContext | None:
     context, as in a strategy's scope.
 
     Examples:
-        >>> context = get_replica_context()
-        >>> context.num_replicas_in_sync, int(context.replica_id_in_sync_group)
-        (1, 0)
+        >>> get_replica_context()
+        ReplicaContext(strategy=None, num_replicas_in_sync=1)
     """
     return current_context.get()
 

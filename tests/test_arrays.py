@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshlayout as ml
@@ -237,6 +238,7 @@ def test_arrays_are_copied_to_a_mesh_and_read_from_it(value, layout):
     tree = {"x": copy, "y": [copy, None]}
     whole = layout.with_rank(2)
     assert ma.fetch_layout(tree) == {"x": whole, "y": [whole, None]}
+    assert repr(ma.fetch_layout(nnx.Param(copy))) == repr(whole)
     host = ma.to_numpy({**tree, "name": "net", "n": 3})
     assert isinstance(host["x"], np.ndarray)
     assert same_bits(host["y"][0], value)

@@ -684,6 +684,12 @@ def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
 
 WRONG = [
     ({"size": 0}, "global_batch_size must be a positive integer, got 0."),
+    (
+        {"mesh": {"x": MESH.layout("batch", ...)}},
+        "batches need a Layout, a mesh or a NamedSharding, got a dict. One is for all "
+        "entries, of which those with fewer dims take its first ones: "
+        "distribute_dataset(data, mesh, global_batch_size=8).",
+    ),
     ({"epochs": 0}, "epochs must be a positive integer, got 0."),
     (
         {"weights": 1.5},

@@ -134,11 +134,9 @@ class DataOptions:
         remainders = ("pad", "drop", "repeat")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)
         if self.per_process and self.remainder == "repeat" and self.epochs is not None:
-            raise DataError(
-                "remainder='repeat' with per_process=True needs epochs=None: the "
-                "processes may have different numbers of rows, and must take as many "
-                "steps, as itertools.islice(iterator, steps) does."
-            )
+            msg = "remainder='repeat' with per_process=True needs epochs=None: the "
+            msg += "processes may have different numbers of rows, and must take as many"
+            raise DataError(f"{msg} steps, as itertools.islice(iterator, steps) does.")
 
 
 class DataPlan:
