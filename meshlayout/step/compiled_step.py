@@ -429,7 +429,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _explain(self, now: _Seen) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min((_changes(seen, now) for seen in self._seen), key=len, default=[])
+        # A step looks for the shapes of its metrics without any: no call is like that.
+        names = {name.partition("/")[0] for name in now}
+        alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
+        changes = min(
+            (_changes(x, now) for x in alike or self._seen), key=len, default=[]
+        )
         change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
