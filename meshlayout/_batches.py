@@ -115,12 +115,9 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     kinds = (jnp.number, jnp.bool_)
     if np.ndim(weights) and any(jnp.issubdtype(dtype, kind) for kind in kinds):
         return weights
-    msg = (
-        f"the batch's {key!r} is taken for its weights, one per example, but it is a "
-        f"{type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}. "
-        "Give the weights another name with weights=."
-    )
-    raise StepError(msg)
+    msg = f"the batch's {key!r} is taken for its weights, one per example, but it is a "
+    msg += f"{type(weights).__name__} of dtype {dtype} and shape {np.shape(weights)}. "
+    raise StepError(f"{msg}Give the weights another name with weights=.")
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:

@@ -321,6 +321,23 @@ _REFLEXES = {
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset": "Write distribute_dataset(data, mesh, global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
+    "resolver": "Leave it out: ml.initialize() finds the processes.",
+    "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
+    "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
+    "VariableAggregation": "Write nnx.Variable(x, aggregation='sum').",
+    "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
+    "PerReplica.numpy": "Write strategy.gather(value, axis=0), or strategy.reduce.",
+    "get_next": "Write next(iterator).",
+    "take": "Write itertools.islice(dataset, n).",
+    "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
+    "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
+    "DistributedDataset.repeat": "Write distribute_dataset(..., epochs=None).",
+    "LayoutMap.scope": "Write `with ml.scope(layouts):`.",
+    "sharding_specs": "Write layout.specs.",
+    "DVariable": "Write ml.relayout(x, layout): an array carries its layout.",
+    "DTensorDataset": "Write ml.distribute_dataset(x, layout, global_batch_size=32).",
+    "default_mesh": "Write `with jax.set_mesh(mesh.jax_mesh):`.",
+    "GradientTape": "Write nnx.value_and_grad(loss_fn)(model), or jax.grad.",
     "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
     "class_weight": "Weights go into the data: 'weight': class_weights[y].",
 }
@@ -381,16 +398,16 @@ def names_of(module: str) -> Callable[[str], NoReturn]:
 
     def missing(name: str) -> NoReturn:
         __tracebackhide__ = True  # notebooks leave this frame out
-        if name in _REFLEXES:
-            raise AttributeError(f"{module} has no {name!r}. {_REFLEXES[name]}")
         unknown(f"module {module!r}", dir(sys.modules[module]), name)
 
     return missing
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
-    """Raises AttributeError, which names a near attribute and where to look."""
+    """Raises AttributeError, which says what to write instead, or where to look."""
     __tracebackhide__ = True
+    if hint := _REFLEXES.get(name):
+        raise AttributeError(f"{owner} has no attribute {name!r}. {hint}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")

@@ -46,7 +46,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     `whole`, paths keep a `params` at the root.
     """
     if holds_modules(tree):
-        tree = nnx.state(tree)
+        tree = nnx.state(with_variables(tree))
     leaves, unflatten = _named(tree)
     paths = [leaf.path for leaf in leaves]
     paths = paths if whole else _without_params(tree, paths)
@@ -72,11 +72,11 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 def _named(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]:
     """Returns the leaves, and a function that builds a tree from others."""
-    entries, treedef = tree_flatten_with_path(tree, is_leaf=_is_box)
+    entries, treedef = tree_flatten_with_path(tree, is_leaf=is_box)
     leaves: list[Leaf] = []
     contents: list[Any] = []
     for keys, node in entries:
-        box, content = (node, box_value(node)) if _is_box(node) else (None, node)
+        box, content = (node, box_value(node)) if is_box(node) else (None, node)
         inside = [((), node)] if box is None else tree_flatten_with_path(content)[0]
         leaves += [Leaf(_path((*keys, *inner)), value, box) for inner, value in inside]
         contents.append(content)
@@ -109,6 +109,23 @@ def is_nnx_object(node: PyTree) -> bool:
     return isinstance(node, nnx.Variable) or _is_module(node)
 
 
+class _Beside(nnx.Variable[Any]):
+    """A leaf beside NNX objects; NNX takes numbers for a part of the structure."""
+
+
+_map = functools.partial(jax.tree.map, is_leaf=is_nnx_object)
+
+
+def with_variables(tree: PyTree) -> PyTree:
+    """Returns a tree of NNX objects in which the other leaves are Variables."""
+    return _map(lambda x: x if is_nnx_object(x) else _Beside(x), tree)
+
+
+def without_variables(tree: PyTree) -> PyTree:
+    """Returns the tree that `with_variables` was given."""
+    return _map(lambda x: box_value(x) if isinstance(x, _Beside) else x, tree)
+
+
 def box_value(box: Box) -> Any:
     """Returns the raw value of a Flax variable or box."""
     if isinstance(box, nnx.Variable):
@@ -116,10 +133,10 @@ def box_value(box: Box) -> Any:
         return box.get_raw_value() if hasattr(box, "get_raw_value") else box.raw_value
     # Boxes may be nested: the innermost value.
     inner = box.value if hasattr(box, "value") else box.unbox()
-    return box_value(inner) if _is_box(inner) else inner
+    return box_value(inner) if is_box(inner) else inner
 
 
-def _is_box(node: PyTree) -> bool:
+def is_box(node: PyTree) -> bool:
     return _is_kind(type(node), (nnx.Variable, meta.AxisMetadata))
 
 

@@ -10,7 +10,7 @@ import contextlib
 import enum
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,12 +43,12 @@ class ReduceOp(enum.Enum):
         return cls[_checks.choice("reduce_op", name, names, error=StrategyError)]
 
 
-class DistributedValues:
+class DistributedValues(_checks.WithReflexes):
     """The values of all replicas, which are not one array: the base of `PerReplica`."""
 
 
 @dataclass(eq=False)
-class ReplicaContext:
+class ReplicaContext(_checks.WithReflexes):
     """What a function knows that runs on one replica; see `get_replica_context`.
 
     Attributes:
@@ -60,10 +60,10 @@ class ReplicaContext:
     """
 
     strategy: Any
-    axis_name: str | None
+    axis_name: str | None = field(repr=False)
     num_replicas_in_sync: int
-    mask: jax.Array | None = None
-    mask_was_read: bool = False
+    mask: jax.Array | None = field(default=None, repr=False)
+    mask_was_read: bool = field(default=False, repr=False)
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -154,9 +154,8 @@ def get_replica_context() -> ReplicaContext | None:
     context, as in a strategy's scope.
 
     Examples:
-        >>> context = get_replica_context()
-        >>> context.num_replicas_in_sync, int(context.replica_id_in_sync_group)
-        (1, 0)
+        >>> get_replica_context()
+        ReplicaContext(strategy=None, num_replicas_in_sync=1)
     """
     return current_context.get()
 

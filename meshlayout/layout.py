@@ -79,7 +79,7 @@ class Misfit(NamedTuple):
 
 @_checks.user_call
 @dataclass(frozen=True, init=False, repr=False)
-class Layout:
+class Layout(_checks.WithReflexes):
     """How the dims of one array are sharded over the axes of a mesh.
 
     Use this wherever you would write a `NamedSharding`; unlike that, it knows its rank.
@@ -443,7 +443,9 @@ def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
     for index, axis in enumerate(axes):
         if axis not in mesh:
             fact = f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
-            raise LayoutError(fact + did_you_mean(axis, mesh.axis_names))
+            is_word = axis == entry_text(None)
+            hint = " Write UNSHARDED, or None." * is_word
+            raise LayoutError(fact + (hint or did_you_mean(axis, mesh.axis_names)))
         if axis in axes[:index]:
             fact = f"mesh axis {axis!r} is used twice in {specs_text(specs)}"
             raise LayoutError(f"{fact}; an axis can shard only one dim, and only once.")

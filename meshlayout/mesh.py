@@ -389,11 +389,8 @@ def _devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
         by_id = {device.id: device for device in jax.devices(platform or "none")}
         return [by_id[number] for number in ids]
     except (RuntimeError, KeyError):
-        msg = (
-            f"a device of {platform}:{_render.ranges_text(ids)} does not exist here, "
-            f"only {create_mesh()._devices_text()}."
-        )
-        raise MeshError(msg) from None
+        msg = f"a device of {platform}:{_render.ranges_text(ids)} does not exist here, "
+        raise MeshError(f"{msg}only {create_mesh()._devices_text()}.") from None
 
 
 # Slices and processes.

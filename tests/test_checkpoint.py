@@ -433,6 +433,11 @@ NO_ARRAYS = (
             "anything else in metadata=, or outside the tree.",
         ),
         (
+            {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0)), "name": "a"},
+            "name: 'a' is neither an array nor a number: keep anything else in "
+            "metadata=, or outside the tree.",
+        ),
+        (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},
             "x: a shape without values cannot be saved. Save the state itself.",
         ),
@@ -466,7 +471,8 @@ def test_steps_that_do_not_exist_are_refused(ck):
     assert error_of(ck.restore).endswith("there is none (see load_orbax).")
     ck.save(3, {"x": 1})
     ck.wait()
-    for like in (3, lambda: {"x": 1}):  # a step's number, and what builds the state
+    # A step's number, its directory, and what builds the state.
+    for like in (3, str(ck.directory / "3"), lambda: {"x": 1}):
         assert error_of(ck.restore, like).endswith("The number of a step is step=.")
     assert error_of(ck.restore, step=4) == f"{begin} 4: there is 3."
     assert error_of(ck.restore, step="best") == (
@@ -505,9 +511,12 @@ def test_what_a_checkpointer_is_given_is_checked(tmp_path):
 
 def test_what_is_restored_is_returned_and_the_model_that_was_passed_stays(tmp_path):
     saved, model = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
-    before = np.array(model.kernel[...])
+    before, numbers = np.array(model.kernel[...]), {"epoch": 7, "best": np.float64(0.9)}
     with ml.Checkpointer(tmp_path) as ck:
-        ck.save(1, {"model": saved})
-        restored = ck.restore({"model": model})["model"]
+        ck.save(1, {"model": saved, **numbers})
+        like = {"model": model, "epoch": 0, "best": np.float64(0)}
+        restored = ck.restore(like)
+    assert repr(numbers) == repr({name: restored[name] for name in numbers})
+    restored = restored["model"]
     np.testing.assert_array_equal(restored.kernel[...], saved.kernel[...])
     np.testing.assert_array_equal(model.kernel[...], before)

@@ -685,6 +685,12 @@ def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
 
 WRONG = [
     ({"size": 0}, "global_batch_size must be a positive integer, got 0."),
+    (
+        {"mesh": {"x": MESH.layout("batch", ...)}},
+        "batches need a Layout, a mesh or a NamedSharding, got a dict. One is for all "
+        "entries, of which those with fewer dims take its first ones: "
+        "distribute_dataset(data, mesh, global_batch_size=8).",
+    ),
     ({"epochs": 0}, "epochs must be a positive integer, got 0."),
     (
         {"weights": 1.5},
@@ -732,8 +738,10 @@ def test_a_function_gets_its_context_and_makes_the_source():
 
     data = md.distribute_datasets_from_function(fn, MESH)
     assert seen == [md.InputContext(1, 0, 8)]
-    (batch,) = data
-    assert batch["x"].tolist() == np.repeat(np.arange(8), 2).tolist()
+    for _ in range(2):  # a generator can be read once, so each epoch has its own
+        (batch,) = data
+        assert batch["x"].tolist() == np.repeat(np.arange(8), 2).tolist()
+    assert len(seen) == 2
 
 
 def test_a_function_may_return_rows_and_say_the_batch_size():

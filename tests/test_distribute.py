@@ -191,6 +191,11 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
     ("call", "message"),
     [
         (
+            lambda s: s.run(lambda batch: batch, args=(1.0, 2.0)),
+            "fn is called as fn(args[0], args[1]), but takes (batch). For one "
+            "argument, write args=(x,).",
+        ),
+        (
             lambda s: s.run(jnp.sin, args=1.0),
             "run: args must be a tuple of fn's arguments, got 1.0. For one argument, "
             "write args=(x,).",
@@ -267,7 +272,7 @@ def add_twice(variable, x):
         (add_twice, "sum", 15),
         (assign_product, "sum", 7),
         (assign_product, "mean", 3.5),
-        (add_twice, "mean", 8),
+        (add_twice, "MEAN", 8),
         (assign_product, "first", 2),
     ],
 )

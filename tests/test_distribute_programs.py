@@ -280,10 +280,18 @@ TABLE: dict[str, object] = {}
 
 class Notebook:
     def __init__(self):
-        self.history = []
+        self.history, self.steps = [], 0
 
     def step(self, x):
         self.history.append(x)
+
+    def count(self, x):
+        self.steps += 1
+        return x
+
+    def keep(self, x):
+        self.last = x
+        return x
 
 
 @functools.cache
@@ -302,11 +310,24 @@ def test_what_a_list_or_dict_would_get_only_once_is_refused_with_its_name(two):
     ):
         for _ in range(2):  # at every call: nothing has been compiled
             assert message_of(two.run, fn, (1.0,), error=StrategyError) == (
-                f"{fn.__name__} changes {what}, which had 0 entries before the call "
-                "and has 1 after it. It runs in Python once per compiled program, not "
-                "at every call: return the value instead, or keep it in an "
-                "nnx.Variable."
+                f"{fn.__name__} changes {what}. It runs in Python once per compiled "
+                "program, not at every call: return the value instead, or keep it in "
+                "an nnx.Variable."
             )
+    notebook, count = Notebook(), 0
+
+    def add(x):
+        nonlocal count
+        count += 1
+        return x
+
+    for fn, what in (
+        (notebook.count, "self.steps"),
+        (notebook.keep, "self.last"),
+        (add, "count"),
+    ):
+        said = message_of(two.run, fn, (1.0,), error=StrategyError)
+        assert said.startswith(f"{fn.__name__} changes {what}. It runs in Python once")
     # What is computed once on purpose is.
     assert two.run(lambda x: x + table()[-1], (1.0,)) == 4
 

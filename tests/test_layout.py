@@ -303,6 +303,8 @@ BAD = {
     "MESH.layout({'a': 1})": f"entry 0 must be {KINDS}, got {{'a': 1}}.",
     "MESH.layout(..., 'batch', ...)": "[..., batch, ...] has `...` twice; one stands for "
     "all other dims.",
+    "MESH.layout('unsharded')": "mesh axis 'unsharded' of [unsharded] is not in "
+    "Mesh(batch=2, model=4). Write UNSHARDED, or None.",
     "MESH.layout('modle')": "mesh axis 'modle' of [modle] is not in Mesh(batch=2, "
     "model=4). Did you mean 'model'?",
     "MESH.layout('batch', ('model', 'batch'))": "mesh axis 'batch' is used twice in "

@@ -2,6 +2,7 @@
 
 import cProfile
 import threading
+import traceback
 from typing import Any
 
 import flax.linen as nn
@@ -204,6 +205,14 @@ def is_plain(model):
     return isinstance(model.kernel[...].sharding, SINGLE)
 
 
+def test_a_state_that_is_created_in_a_scope_follows_its_map():
+    with ml.scope(kernels()):
+        state = ml.TrainState.create(linear, optax.adam(0.1))
+        other = ml.create(linear, kernels((None, "batch")))
+    assert str(state.layouts.opt_state[0].mu["kernel"]) == "[unsharded, model]"
+    assert lies(other) == "[unsharded, batch]"
+
+
 def test_scopes_nest_and_are_of_their_thread():
     models = []
 
@@ -290,7 +299,12 @@ def in_scope(layouts, build):
 
 def test_mistakes_are_named_by_the_final_path_at_the_end():
     start = "layers/0/layers/0/bias f32[16]: no rule matches"
-    assert message_of(in_scope, kernels(unmatched="error"), nested).startswith(start)
+    with pytest.raises(ml.MeshLayoutError) as error:
+        in_scope(kernels(unmatched="error"), nested)
+    assert str(error.value).startswith(start)
+    assert {x.filename for x in traceback.extract_tb(error.tb)} == {__file__}
+    with pytest.raises(ml.errors.StateError, match="LayoutMap, got a Mesh"):
+        ml.scope(MESH)
     layouts = kernels()
     layouts["layers"] = (..., "batch")
     start = "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and"

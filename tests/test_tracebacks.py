@@ -4,6 +4,7 @@ import functools
 import inspect
 import operator
 import pdb
+import re
 import subprocess
 import sys
 import traceback
@@ -205,6 +206,24 @@ def test_reflexes_of_other_libraries_are_answered(state):
         f"{type(strategy).__name__} has no 'experimental_local_results'. Write "
         "local_results."
     )
+    mesh, value = ml.create_mesh({"batch": 8}), ml.distribute.PerReplica
+    data = ml.distribute_dataset(np.arange(8), mesh, global_batch_size=8)
+    for owner, name in [
+        *((ml, name) for name in ("DVariable", "DTensorDataset", "default_mesh")),
+        *((ml.distribute, name) for name in ("experimental", "VariableAggregation")),
+        *((data, name) for name in ("take", "shuffle", "batch", "repeat")),
+        (ml.LayoutMap(mesh), "scope"),
+        (mesh.layout(), "sharding_specs"),
+        (iter(data), "get_next"),
+        (ml.distribute.get_replica_context(), "merge_call"),
+        (value(jnp.ones(8), num_replicas=8), "numpy"),
+        (ml, "GradientTape"),
+    ]:
+        said = error(lambda: getattr(owner, name))  # noqa: B023
+        assert re.search(rf"has no (attribute )?'{name}'. (Write|Names) ", said), said
+    tpu = ml.distribute.TPUStrategy
+    assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
+    assert "resolver out: ml.initialize()" in message_of(tpu, "x")
     for owner, name in [
         *((state, name) for name in ("cuda", "parameters")),
         *((ml, "fully_shard"), (ml.Checkpointer("unused"), "load")),

@@ -171,7 +171,11 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
         # With 3 rows, which become 4, it is another program, of which nobody is warned.
         measured = trainer.evaluate(*held, **sizes)["loss"]
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
-    said = "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
+    said = (
+        "a batch of 6 rows does not divide into 4 shards: every device computes all of "
+        "it. To have it padded, return one loss per example; if it is a tuple, also "
+        "give Trainer weights=2."
+    )
     texts = [record.getMessage() for record in caplog.records]
     assert texts.count(said) == (name in [*FITS][6:])
 

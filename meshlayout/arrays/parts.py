@@ -36,13 +36,14 @@ from meshlayout.layout import Layout, as_layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Each part goes directly to its device. Parts that do not fit are a LayoutError.
+    Each part goes directly to its device. Parts that do not fit, and replicas on the
+    host that differ, are a LayoutError. To split a whole array, use `relayout`.
 
     Args:
         parts: One part per device of this process, in mesh order: anything array-like,
             even a list of numbers, or a pytree of those, all of the same structure.
         layout: The layout of the global array, or a tree of layouts.
-        verify: Whether to compare replicas bit by bit, also those of other processes.
+        verify: Whether to compare replicas on devices, too, bit by bit.
 
     Examples:
         >>> import meshlayout as ml
@@ -62,12 +63,13 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
             raise LayoutError(f"{msg}{structure}.")
     columns = list(zip(*leaves, strict=True))
     pack_leaf = functools.partial(_pack_leaf, verify=verify)
-    packed = for_each(pack_leaf, parts[0], columns, broadcast(layout, parts[0]))
+    numbers = structures[0].unflatten(range(len(columns)))  # for their names
+    packed = for_each(pack_leaf, numbers, columns, broadcast(layout, parts[0]))
     return structures[0].unflatten(packed)
 
 
 def _pack_leaf(
-    _: Leaf, column: Sequence[Any], layout: object, *, verify: bool
+    _: int, column: Sequence[Any], layout: object, *, verify: bool
 ) -> jax.Array:
     if any(isinstance(part, Tracer) for part in column):
         msg = "pack joins arrays on devices, and inside jit there are none yet."
@@ -76,12 +78,9 @@ def _pack_leaf(
     layout = as_layout(layout, parts[0].ndim)
     mesh = layout.mesh
     if len(parts) != mesh.num_local_devices():
-        msg = (
-            f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
-            f"{mesh!r} on this process. Give one part per device, in mesh order, "
-            "including devices that hold replicas."
-        )
-        raise LayoutError(msg)
+        msg = f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
+        msg += f"{mesh!r} on this process. Give one part per device, in mesh order, "
+        raise LayoutError(f"{msg}including devices that hold replicas.")
     indices = dict(zip(mesh.devices.flat, layout.offset_to_shard(), strict=True))
     of_process = f" of process {jax.process_index()}" * (jax.process_count() > 1)
     facts: list[tuple[str, str, str]] = []
@@ -90,13 +89,18 @@ def _pack_leaf(
     for number, (part, device) in enumerate(zip(parts, devices, strict=True)):
         name = f"part {number}{of_process}"
         # On the devices: float64 and float32 parts fit together without x64.
-        kind = _render.array_text(_jax.canonical_dtype(part.dtype), part.shape)
+        dtype, is_on_host = (
+            _jax.canonical_dtype(part.dtype),
+            isinstance(part, np.ndarray),
+        )
+        kind = _render.array_text(dtype, part.shape)
         facts.append((name, "the parts of an array", kind))
-        if verify:  # by bits: NaN equals itself here, and -0.0 differs from 0.0
+        # Copied, as a CPU device would use the user's memory, and a step may donate it.
+        part = np.array(part, dtype) if is_on_host else part
+        if verify or (is_on_host and len({*indices.values()}) < len(indices)):
+            # By bits: NaN equals itself here, and -0.0 differs from 0.0.
             bits = f"the digest {digest(_host_value(part).tobytes())}"
             facts.append((name, f"replicas of shard {indices[device]}", bits))
-        # Copied, as a CPU device would use the user's memory, and a step may donate it.
-        part = np.array(part) if isinstance(part, np.ndarray) else part
         place = SingleDeviceSharding(device, memory_kind=layout.memory_kind)
         shards.append(jax.device_put(part, place))
     _check_facts(facts, layout)
@@ -113,7 +117,8 @@ def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
         other, expected = first.setdefault(what, (name, fact))
         if fact != expected:
             msg = f"{what} must be alike: {other} has {expected}, and {name} has {fact}"
-            raise LayoutError(f"{msg} ({layout!r}).")
+            hint = "To split a whole array, write relayout(x, layout)."
+            raise LayoutError(f"{msg} ({layout!r}). {hint}")
 
 
 @_checks.user_call

@@ -104,6 +104,7 @@ def fetch_layout(x: Leaf) -> Any:
         >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
         {'w': Layout([batch, unsharded], Mesh(batch=8))}
     """
+    x = _paths.box_value(x) if _paths.is_box(x) else x
     return jax.tree.structure(x).unflatten(for_each(Layout.of, x))
 
 
@@ -149,7 +150,8 @@ def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> li
         except LayoutError as error:
             # Paths are only found now: a loop may relayout each of its batches.
             name = array_text(_paths.leaf_names(x)[index], arguments[0])
-            raise LayoutError(f"{name}: {error}" if name else str(error)) from error
+            text = f"{name}: {error}" if name else str(error)
+            raise LayoutError(text) from error.__cause__
     return results
 
 

@@ -292,7 +292,7 @@ def _targets(
     if not isinstance(layouts, LayoutMap | None):
         msg = f"layouts= must be a LayoutMap, got {_checks.shown(layouts)}."
         raise CheckpointError(msg)
-    if isinstance(tree, (int, type)) or hasattr(tree, "__code__"):
+    if isinstance(tree, (int, str, type)) or hasattr(tree, "__code__"):
         msg = f"like= must be a state or ml.describe(build), got {_checks.shown(tree)}."
         raise CheckpointError(f"{msg} The number of a step is step=.")
     if _jax.is_tracing():
@@ -304,7 +304,7 @@ def _targets(
         tree = tree.abstract
     if _paths.holds_modules(tree):
         with eager_sharding_off():
-            graphdef, tree = nnx.split(tree)
+            graphdef, tree = nnx.split(_paths.with_variables(tree))
     values, treedef = jax.tree.flatten(tree)
     named = enumerate(_paths.flatten(tree, whole=True).leaves)
     # By position among all leaves: those that are not arrays are kept.
@@ -329,7 +329,7 @@ def _targets(
         if graphdef is None:
             return rebuilt
         with eager_sharding_off():
-            return nnx.merge(graphdef, rebuilt)
+            return _paths.without_variables(nnx.merge(graphdef, rebuilt))
 
     return targets, rebuild
 

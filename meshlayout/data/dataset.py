@@ -104,7 +104,7 @@ def distribute_dataset(
     return DistributedDataset(plan)
 
 
-class DistributedDataset:
+class DistributedDataset(_checks.WithReflexes):
     """Global batches on a mesh; made by `distribute_dataset`.
 
     Each iteration yields the next `epochs` epochs of the source; with `epochs=None` or
@@ -136,10 +136,9 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         if (steps := self._plan.num_steps) is None:
-            raise TypeError(
-                "this dataset does not know how many batches it has. "
-                "itertools.islice(iterator, steps) takes a number of them."
-            )
+            msg = "this dataset does not know how many batches it has. "
+            msg += "itertools.islice(iterator, steps) takes a number of them."
+            raise TypeError(msg)
         return steps
 
     def __repr__(self) -> str:

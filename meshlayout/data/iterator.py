@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.data.agreement import Turns
 from meshlayout.data.by_row import HostBatch
@@ -35,7 +36,7 @@ from meshlayout.errors import DataError
 _CLOSE_S = 1.0
 
 
-class DataIterator:
+class DataIterator(_checks.WithReflexes):
     """The batches of one iteration over a `DistributedDataset`.
 
     Reading starts when the first batch is taken. `close`, the end of a `with` block,
@@ -253,10 +254,10 @@ def _agreed(
     if ended and (remainder == "drop" or len(ended) == len(answers)):
         return None
     if ended and not plan.has_weights:
-        raise DataError(
-            f"the source of process {ended[0]} has fewer batches than that of another "
-            f"process. {plan.padding_hint}"
+        fact = (
+            f"the source of process {ended[0]} has fewer batches than that of another"
         )
+        raise DataError(f"{fact} process. {plan.padding_hint}")
     if batch is None:
         leaves = [np.repeat(row, len(plan.own), axis=0) for row in plan.filler]
         batch = HostBatch(leaves, 0, position._replace(batch=position.batch + 1))

@@ -5,7 +5,7 @@ sends each host its part. Processes that share a replica must make the same inpu
 the user's function is told which input pipeline it makes, not which process it is on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,8 @@ def distribute_datasets_from_function(
     of the per-replica size, as for tf.distribute, feeds one to each replica in turn.
 
     Args:
-        fn: Called once with an `InputContext`; returns any source that
-            `distribute_dataset` takes.
+        fn: Called with an `InputContext`, once, or once per epoch if it is a
+            generator function; returns any source that `distribute_dataset` takes.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         batched: Whether the elements of an iterable are batches. Without
             `global_batch_size`, None takes elements that could be either as batches,
@@ -112,15 +112,19 @@ def make_plan_from_function(
     def make_source() -> Any:
         context = InputContext.of(layout_or_mesh)
         with _checks.noted(f"This was raised by the function, called with {context}."):
-            return fn(context)
+            source = fn(context)
+        if not isinstance(source, Generator):
+            return source
+        first = [source]  # each epoch needs one of its own
+        return lambda: first.pop() if first else fn(context)
 
     def batch_size_of(rows: int | None) -> int:
         if rows is None:
-            raise DataError(
+            msg = (
                 "the function returned a source of single rows, which does not say the "
-                "size of a batch. Give global_batch_size=, or return batches of the "
-                "per-replica size."
             )
+            msg += "size of a batch. Give global_batch_size=, or return batches of the "
+            raise DataError(f"{msg}per-replica size.")
         return rows * num_row_shards(batch_layout(layout_or_mesh))
 
     return DataPlan(

@@ -91,10 +91,9 @@ def rows_per_replica(global_batch_size: int, replicas: int, where: str = "") -> 
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
-        raise DataError(
-            f"a global batch of {size} rows does not divide into {replicas} replicas"
-            f"{where}. Nearest sizes that divide: {' and '.join(map(str, nearest))}."
-        )
+        fact = f"a global batch of {size} rows does not divide into {replicas} replicas"
+        sizes = " and ".join(map(str, nearest))
+        raise DataError(f"{fact}{where}. Nearest sizes that divide: {sizes}.")
     return size // replicas
 
 
@@ -121,7 +120,8 @@ def batch_layout(
         shown = _checks.shown(layout_or_mesh)
         raise DataError(
             f"batches need a Layout, a mesh or a NamedSharding, got {shown}. One is "
-            "for all entries: distribute_dataset(data, mesh, global_batch_size=8)."
+            "for all entries, of which those with fewer dims take its first ones: "
+            "distribute_dataset(data, mesh, global_batch_size=8)."
         )
     return Layout.of(layout_or_mesh)
 
@@ -237,10 +237,10 @@ def find_weights(
         leaf = spec.leaves[index] if isinstance(index, int) else None
         if leaf is None or leaf.to is None or leaf.dtype.kind == "c":
             kind = _checks.type_text(index) if leaf is None else leaf.dtype
-            raise DataError(
-                f"the source's {key!r} is taken for the weights, one number per "
-                f"example, and is {kind}. Give weights= another name."
+            msg = (
+                f"the source's {key!r} is taken for the weights, one number per example"
             )
+            raise DataError(f"{msg}, and is {kind}. Give weights= another name.")
         return spec, index
     has_place = _batches.takes_weights(numbered, key)
     # The default key was not chosen by the user, and weights may not be needed.

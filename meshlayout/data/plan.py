@@ -125,21 +125,18 @@ class DataOptions:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "shuffle", checked_seed(self.shuffle))
         if not isinstance(self.weights, (str, int, type(None))):
-            raise DataError(
-                "weights must be a key of the batch, an index into a tuple, or None, "
-                f"got {_checks.shown(self.weights)}."
-            )
+            kinds = "a key of the batch, an index into a tuple, or None"
+            shown = _checks.shown(self.weights)
+            raise DataError(f"weights must be {kinds}, got {shown}.")
         flags = (True, False)
         _checks.choice("per_process", self.per_process, flags, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
         remainders = ("pad", "drop", "repeat")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)
         if self.per_process and self.remainder == "repeat" and self.epochs is not None:
-            raise DataError(
-                "remainder='repeat' with per_process=True needs epochs=None: the "
-                "processes may have different numbers of rows, and must take as many "
-                "steps, as itertools.islice(iterator, steps) does."
-            )
+            msg = "remainder='repeat' with per_process=True needs epochs=None: the "
+            msg += "processes may have different numbers of rows, and must take as many"
+            raise DataError(f"{msg} steps, as itertools.islice(iterator, steps) does.")
 
 
 class DataPlan:
@@ -298,10 +295,10 @@ class DataPlan:
     def check_padding(self, count: int, size: int) -> None:
         """Raises DataError if a batch of fewer rows cannot carry weights."""
         if count < size and not self.has_weights:
-            raise DataError(
-                f"the last batch of an epoch has {rows_text(count)}, and batches have "
-                f"{size}. {self.padding_hint}"
+            fact = (
+                f"the last batch of an epoch has {rows_text(count)}, and batches have"
             )
+            raise DataError(f"{fact} {size}. {self.padding_hint}")
 
     def _num_even(self, *parts: Any) -> int | None:
         """Returns the rows of a batch, given those of a replica, if these are equal."""

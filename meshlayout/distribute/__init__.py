@@ -4,6 +4,9 @@ For code written per replica, such as code from TensorFlow. A strategy is a mesh
 layout map that makes everything whole on each device, and `run`.
 """
 
+from typing import TYPE_CHECKING
+
+from meshlayout import _checks
 from meshlayout.collectives import (
     ReduceOp as ReduceOp,
     ReplicaContext as ReplicaContext,
@@ -33,3 +36,9 @@ from meshlayout.distribute.strategy import (
     has_strategy as has_strategy,
 )
 from meshlayout.distribute.values import PerReplica as PerReplica
+
+
+if not TYPE_CHECKING:  # to which every misspelled name would be right
+
+    def __getattr__(name: str) -> object:
+        _checks.unknown(f"module {__name__!r}", globals(), name)

@@ -73,7 +73,10 @@ class Arguments:
                 check_replicas(x, self._mesh, "run")
             is_scalar, mask, x = x.is_scalar, x.mask, x.array
             if mask is not self.mask and mask is not None:
-                self._take_mask(mask)
+                if self.mask is not None and not jnp.array_equal(mask, self.mask):
+                    msg = "run: two arguments differ in which rows are padding. Pass "
+                    raise StrategyError(f"{msg}values of one batch.")
+                self.mask = mask
             if is_scalar:
                 self.scalars.append(len(self.arrays))
         elif _is_fixed(kind):  # a bool, such as `training`, is for Python to decide on
@@ -88,12 +91,6 @@ class Arguments:
         self.is_own.append(is_own)
         form = getattr(x, "aval", None) or jax.typeof(x)
         return form, is_own, is_scalar, mask is not None
-
-    def _take_mask(self, mask: Any) -> None:
-        if self.mask is not None and not jnp.array_equal(mask, self.mask):
-            msg = "run: two arguments differ in which rows are padding. Pass values of "
-            raise StrategyError(f"{msg}one batch.")
-        self.mask = mask
 
     def _placed(self, x: Any) -> Any:
         """Returns an array or number that is the same for all replicas."""
@@ -110,11 +107,11 @@ class Arguments:
             return host_array(x, "run: an argument")
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
             name = next((name for name, y in self.named() if y is x), "of a state")
-            msg = (
-                f"run: the argument {name} is {_checks.shown(x)}. A replica's "
+            msg = f"run: the argument {name} is {_checks.shown(x)}. A replica's "
+            msg += (
                 "function takes arrays, numbers, values of replicas and NNX objects; "
-                "fix anything else with functools.partial or a closure."
             )
+            msg += "fix anything else with functools.partial or a closure."
             raise StrategyError(msg)
         return x
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from meshlayout._paths import is_nnx_object
 from meshlayout.errors import StrategyError
@@ -84,23 +85,34 @@ class Roots:
         return f"a {type(variable).__name__} that no name leads to"
 
     @contextlib.contextmanager
-    def refuse_appends(self, name: str) -> Iterator[None]:
-        """Raises StrategyError if the block, a call of the function, adds to a list."""
+    def refuse_changes(self, name: str) -> Iterator[None]:
+        """Raises StrategyError if the block, a call, adds to a list, or counts."""
         containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
-        copies = [entry.value.copy() for entry in containers]
+        copies, bound = [entry.value.copy() for entry in containers], self._bound()
         yield
+        changes = list[str]()
         for (_, _, _, path, value, _), before in zip(containers, copies, strict=True):
-            now = len(value)
-            if now != len(before):
+            if len(value) != len(before):
                 value.clear()  # so that a dict is refused the next time as well
                 (value.extend if isinstance(value, list) else value.update)(before)
-                msg = (
-                    f"{name} changes the {type(value).__name__} {path}, which had "
-                    f"{len(before)} entries before the call and has {now} after it. It "
-                    "runs in Python once per compiled program, not at every call: "
-                    "return the value instead, or keep it in an nnx.Variable."
-                )
-                raise StrategyError(msg)
+                changes.append(f"the {type(value).__name__} {path}")
+        for place, value in self._bound().items():
+            old = bound.get(place)  # flags are switched, and what is None is filled
+            is_other = isinstance(value, Tracer) or type(value) is type(old) is not bool
+            changes += [place[1]] * (is_other and value is not old)
+        if changes:
+            msg = f"{name} changes {changes[0]}. It runs in Python once per compiled "
+            msg += "program, not at every call: return the value instead, or keep it in"
+            raise StrategyError(f"{msg} an nnx.Variable.")
+
+    def _bound(self) -> dict[tuple[int, str], Any]:
+        """Returns what names and attributes are bound to now."""
+        return {
+            (x.parent, x.path): x.value
+            for index, entry in enumerate(self._entries)
+            for x in _parts(index, entry, self._names)
+            if x.get in (_attribute, _global, _cell)
+        }
 
     def keep(self, touched: set[int], gone: Callable[[], None]) -> None:
         """Keeps what code names or leads to the ids touched, and no object alive."""

@@ -47,11 +47,10 @@ class CentralStorageStrategy(MirroredStrategy):
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
         is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
         if is_old or (kinds and "pinned_host" not in kinds):
-            msg = (
-                "CentralStorageStrategy keeps variables in pinned_host memory, which "
-                f"programs on {self.mesh.platform.upper()} devices cannot use with jax "
-                f"{jax.__version__}: that takes jax 0.8 or newer. Use MirroredStrategy."
-            )
+            kind = self.mesh.platform.upper()
+            msg = "CentralStorageStrategy keeps variables in pinned_host memory, which "
+            msg += f"programs on {kind} devices cannot use with jax {jax.__version__}: "
+            msg += "that takes jax 0.8 or newer. Use MirroredStrategy."
             raise StrategyError(msg)
         _reads.__enter__()  # for good: the garbage collector must not wait for a lock
 

@@ -81,11 +81,9 @@ def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
     elif padding is not None and len(values) == len(padding):
         weights = padding.reshape(-1, *[1] * (values.ndim - 1))
     elif padding is not None and mask is None:
-        msg = (
-            f"{type(metric).__name__}.update: values of shape {values.shape} are not "
-            f"one per row of this replica's batch of {len(padding)} rows, some of "
-            "which may be padding. Give one value, or one array, per row."
-        )
+        msg = f"{type(metric).__name__}.update: values of shape {values.shape} are not "
+        msg += f"one per row of this replica's batch of {len(padding)} rows, some of "
+        msg += "which may be padding. Give one value, or one array, per row."
         raise StrategyError(msg)
     weights = weights * (1 if mask is None else mask)
     return values, jnp.broadcast_to(weights, values.shape)

@@ -70,7 +70,7 @@ class ReplicaProgram:
         self._strategy, self._count = strategy, strategy.num_replicas_in_sync
         self.roots = roots = Roots(fn, arguments.named())
         self._name = roots.name
-        with roots.refuse_appends(self._name):
+        with roots.refuse_changes(self._name):
             self._examine(fn, arguments)
         nodes, self._nodes = self._nodes, []  # which a program does not keep alive
         roots.keep({*map(id, (*self._changed, *self._others, *nodes))}, gone)
@@ -115,7 +115,7 @@ class ReplicaProgram:
             mark = jax.ShapeDtypeStruct([1], bool)
             jax.eval_shape(function, arrays, *[mark] * len(names))
 
-        path_of = self.roots.path_of
+        path_of, self._rows = self.roots.path_of, -1  # until a trace is read
         arrays = list(arguments.arrays)
         for index in itertools.compress(range(len(arrays)), arguments.is_own):
             (length, *rest), dtype = arrays[index].shape, arrays[index].dtype
@@ -130,7 +130,7 @@ class ReplicaProgram:
                 trace(*MARKS)
         except Exception as error:
             _checks.show_user_frames(error)
-            if has_mask or isinstance(error, NotImplementedError):
+            if self._rows < 0 and (has_mask or isinstance(error, NotImplementedError)):
                 error.add_note(
                     "run: shapes are those of a first trace, under jax.vmap over the "
                     "replicas, and for a batch with padding with twice its rows. Give "
@@ -157,7 +157,9 @@ class ReplicaProgram:
         self, arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: Any
     ) -> None:
         """Reads a first trace, inside of it; refuses what replicas cannot do."""
-        self._changed, ids = trace.changed(), {*map(id, trace.changed())}
+        mask, self._changed = trace.context.mask, trace.changed()
+        self._rows = rows = 0 if mask is None else mask.shape[0]
+        ids = {*map(id, self._changed)}
         entered = [variable for variable, _ in trace.entered.values()]
         self._others = [x for x in entered if id(x) not in ids]
         self._nodes = [node for node, *_ in trace.nodes.values()]
@@ -181,8 +183,6 @@ class ReplicaProgram:
         arrays, self._treedef = _flattened(self._name, result)
         self._shapes = [x.shape for x in arrays]
         self._differs = list(map(trace.differs, arrays))
-        mask = trace.context.mask
-        self._rows = rows = 0 if mask is None else mask.shape[0]
         is_safe = all(shape[:1] == (rows,) for shape in self._shapes) and all(
             (isinstance(x, nnx.BatchStat | nnx.RngState) or aggregation(x) == "metric")
             and "aggregation" not in x.get_metadata()
@@ -361,10 +361,10 @@ class ReplicaProgram:
         if _jax.is_tracing() or not all(map(operator.is_, now, before)):
             if not all(getattr(x, TRACE).is_valid() for x in self._changed):
                 msg = (
-                    f"{self._name} changes variables from outside of the function that "
-                    "is being compiled. run compiles by itself: call it without jit, "
-                    "or pass the objects through nnx.jit as arguments."
+                    f"{self._name} changes variables from outside of the function that"
                 )
+                msg += " is being compiled. run compiles by itself: call it without jit"
+                msg += ", or pass the objects through nnx.jit as arguments."
                 raise StrategyError(msg)
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.
@@ -448,12 +448,11 @@ class ProgramCache:
         self._programs.insert(0, (key, program.roots, held, number))
         del self._programs[_MOST_PROGRAMS:]
         if number == 3 and all(differences):
-            warnings.warn(
+            text = (
                 f"{program.roots.name} was compiled a third time for arguments of the "
                 f"same shapes and types: {differences[0]} stands for another object "
                 "than before. Pass arrays and numbers that change as arguments, or "
-                "keep them in an nnx.Variable; each model has its own program.",
-                RecompileWarning,
-                stacklevel=stack_level(),
+                "keep them in an nnx.Variable; each model has its own program."
             )
+            warnings.warn(text, RecompileWarning, stacklevel=stack_level())
         return program

@@ -114,13 +114,11 @@ class ReplicaTrace:
             now = frozen(object.__getattribute__(node, "__dict__"))
             keys = {**before, **now}
             for key in [x for x in keys if before.get(x, ...) != now.get(x, ...)]:
-                msg = (
-                    f"run: {name} changes {type(node).__name__}.{key}. It runs in "
-                    "Python once per compiled program, not at every call: create "
-                    "variables before the call, set them with variable[...] = value, "
-                    "return other values (nnx.pop takes out what sow() keeps), and "
-                    "call model.eval() outside."
-                )
+                msg = f"run: {name} changes {type(node).__name__}.{key}. It runs in "
+                msg += "Python once per compiled program, not at every call: create "
+                msg += "variables before the call, set them with variable[...] = value,"
+                msg += " return other values (nnx.pop takes out what sow() keeps), and "
+                msg += "call model.eval() outside."
                 raise StrategyError(msg)
 
     def read(self, variable: Variable, _: object) -> Any:

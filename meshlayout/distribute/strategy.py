@@ -34,13 +34,15 @@ from meshlayout.distribute.variables import aggregation, raw_value, set_raw_valu
 from meshlayout.errors import LayoutWarning, StrategyError, stack_level
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap
+from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, create_mesh, parse_devices
 from meshlayout.state import scope
 
 
 # The strategy whose scope is open, or whose `run` is under way.
 _current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
+
+_ONE = "For one argument, write args=(x,)."
 
 # Threads that train one model come one after another, or updates would be lost.
 _lock = threading.RLock()
@@ -107,7 +109,8 @@ class Strategy(_checks.WithReflexes):
         if (outer := _current.get()) is not None:
             msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
             raise StrategyError(f"{msg}run. Scopes cannot be nested: leave that first.")
-        with scope(self.layouts), self._inside():
+        # What steps are given, as a TrainState, is on the devices.
+        with scope(self.layouts), activate(LayoutMap(self.mesh)), self._inside():
             yield self
 
     def run(
@@ -145,12 +148,15 @@ class Strategy(_checks.WithReflexes):
         _check_cross_replica("run", "call the inner function directly")
         _checks.choice("run: options", options, [None], error=StrategyError)
         if not isinstance(args, (tuple, list)):
-            msg = (
-                f"run: args must be a tuple of fn's arguments, got "
-                f"{_checks.shown(args)}. For one argument, write args=(x,)."
-            )
-            raise StrategyError(msg)
-        return self._run(fn, tuple(args), dict(kwargs or {}))
+            given = f"got {_checks.shown(args)}. {_ONE}"
+            raise StrategyError(f"run: args must be a tuple of fn's arguments, {given}")
+        try:
+            return self._run(fn, tuple(args), dict(kwargs or {}))
+        except TypeError:
+            names = [f"args[{index}]" for index in range(len(args))]
+            how = _checks.Context(error=StrategyError, hint=_ONE)
+            _checks.function("fn", fn, *names, keywords=kwargs or (), **how)
+            raise
 
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         """Calls a function on each replica, as each strategy does in its own way."""
@@ -215,9 +221,9 @@ class Strategy(_checks.WithReflexes):
         """Feeds the replicas from sources that a function makes on each process.
 
         Args:
-            dataset_fn: Called once with an `InputContext`, which tells it which part of
-                the input to return, as any source that `ml.distribute_dataset` takes.
-                Each replica gets one of its batches, of the per-replica size.
+            dataset_fn: Called with an `InputContext` (a generator function, for each
+                epoch), returns its part of the input, as any source that
+                `ml.distribute_dataset` takes. Each replica gets one of its batches.
             global_batch_size: Rows of a batch, on all replicas together, to cut the
                 batches into; None keeps them.
             **options: As for `distribute_dataset`.
@@ -259,8 +265,6 @@ class Strategy(_checks.WithReflexes):
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of a result or a Variable on this process's replicas."""
         return values.local_results(self._stored(value), self.mesh)
-
-    # Where variables are.
 
     def _layout(self, shape: tuple[int, ...], dtype: Any) -> Layout:
         """Returns how a variable is stored: whole on each replica."""
@@ -317,9 +321,7 @@ def _check_cross_replica(name: str, instead: str) -> None:
 class StrategyExtended:
     """Extra methods for library authors; get it as `strategy.extended`.
 
-    Attributes:
-        worker_devices: The devices of all replicas, in order.
-        parameter_devices: The same devices, which hold the variables.
+    Both `worker_devices` and `parameter_devices` are those of all replicas, in order.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -356,9 +358,6 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Returns whether this code runs in a strategy's scope, or in its `run`."""
     return _current.get() is not None
-
-
-# Strategies that keep a copy of all variables on each replica.
 
 
 class MirroredStrategy(Strategy):
@@ -435,12 +434,9 @@ class TPUStrategy(Strategy):
     def __init__(self) -> None:
         mesh = create_mesh({REPLICA_AXIS: -1})
         if mesh.platform != "tpu":
-            warnings.warn(
-                f"TPUStrategy: there are no TPUs here. It runs on {mesh.size} "
-                f"{mesh.platform.upper()} devices instead.",
-                LayoutWarning,
-                stacklevel=stack_level(),
-            )
+            devices = f"{mesh.size} {mesh.platform.upper()} devices"
+            text = f"TPUStrategy: there are no TPUs here. It runs on {devices} instead."
+            warnings.warn(text, LayoutWarning, stacklevel=stack_level())
         super().__init__(mesh)
 
 

@@ -97,11 +97,9 @@ class PerReplica(DistributedValues):
         self.array = jax.device_put(rows, self.array.sharding)
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        msg = (
-            f"a value of {self.num_replicas} replicas was used as one array. Combine "
-            "it first, with strategy.reduce('SUM', value, axis=None) or "
-            "strategy.gather(value, axis=0), or compute in strategy.run."
-        )
+        msg = f"a value of {self.num_replicas} replicas was used as one array. Combine "
+        msg += "it first, with strategy.reduce('SUM', value, axis=None) or "
+        msg += "strategy.gather(value, axis=0), or compute in strategy.run."
         raise StrategyError(msg)
 
     # Python's own errors name the class, but not the way out; NumPy would make an array
@@ -127,11 +125,8 @@ def sorted_shards(array: jax.Array) -> list[Any]:
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
     """Raises StrategyError for a value of another number of replicas."""
     if value.num_replicas != mesh.size:
-        msg = (
-            f"{where}: the value is of {value.num_replicas} replicas, and this "
-            f"strategy has {mesh.size}: it is another strategy's."
-        )
-        raise StrategyError(msg)
+        msg = f"{where}: the value is of {value.num_replicas} replicas, and this "
+        raise StrategyError(f"{msg}strategy has {mesh.size}: it is another strategy's.")
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:
@@ -239,12 +234,11 @@ def _copies(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
     """Returns an equal value for each replica, of a plain one."""
     is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
-        msg = (
-            f"{where} takes values of replicas, and plain ones, which stand for an "
+        msg = f"{where} takes values of replicas, and plain ones, which stand for an "
+        msg += (
             f"equal value on each; got {_checks.shown(leaf)} that is sharded. Compute "
-            "with it as with any array."
         )
-        raise StrategyError(msg)
+        raise StrategyError(f"{msg}with it as with any array.")
     x = jnp.asarray(leaf)
     copies = jnp.concatenate([jnp.atleast_1d(x)] * mesh.size)
     return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)

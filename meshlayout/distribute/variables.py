@@ -42,7 +42,7 @@ def aggregation(variable: Variable) -> str | None:
     choice = variable.get_metadata().get("aggregation")
     if choice is not None:
         kinds, error = ("sum", "mean", "first", "per_replica"), StrategyError
-        return _checks.choice("aggregation", choice, kinds, error=error)
+        return _checks.choice("aggregation", str(choice).lower(), kinds, error=error)
     if isinstance(variable, nnx.metrics.MetricState):
         return "metric"
     return "mean" if isinstance(variable, nnx.BatchStat) else None

@@ -2,6 +2,7 @@
 
 from meshlayout.layout_map.activations import (
     activate as activate,
+    active_map as active_map,
     constrain as constrain,
 )
 from meshlayout.layout_map.code import rules_for as rules_for

@@ -37,6 +37,11 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
     return _active_map(layouts._take_snapshot())
 
 
+def active_map() -> "LayoutMap | None":
+    """Returns the layout map of the innermost open scope; None outside of scopes."""
+    return _active_map.value and _active_map.value.layouts
+
+
 @_checks.user_call
 def constrain(x: Leaf, name: str) -> Any:
     """Returns an activation in the layout that the active layout map gives it.

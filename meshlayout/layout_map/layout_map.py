@@ -50,7 +50,9 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 @_checks.user_call
-class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
+class LayoutMap(
+    _checks.WithReflexes, MutableMapping[str, "Layout | LayoutFunction | Rule"]
+):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
     A pattern is a regular expression that is searched for anywhere in a path
@@ -134,6 +136,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         msg = f"no rule has the pattern {pattern!r}.{near} To find the layout of a path"
         raise LayoutMapKeyError(f"{msg}, use match(path, shape, dtype).")
 
+    @_checks.user_call
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
         """Inserts a rule; LayoutMapError if it is malformed or there already."""
         rule = parse_rule(pattern, value, self.mesh)

@@ -102,11 +102,8 @@ class Metric:
     def merge(self, other: Self) -> Self:
         """Returns the metric of all that both counted; refuses another class's."""
         if jax.tree.structure(self) != jax.tree.structure(other):
-            msg = (
-                f"{self!r} does not merge with {other!r}: both must have the same "
-                "class and settings."
-            )
-            raise MetricError(msg)
+            msg = f"{self!r} does not merge with {other!r}: both must have the same "
+            raise MetricError(f"{msg}class and settings.")
         sums = self._merged(jnp.asarray(self.sums), jnp.asarray(other.sums))
         return dataclasses.replace(self, sums=sums)
 

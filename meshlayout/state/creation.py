@@ -24,7 +24,7 @@ from meshlayout._host_arrays import host_array
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap, Resolution, Resolved
+from meshlayout.layout_map import LayoutMap, Resolution, Resolved, active_map
 from meshlayout.mesh import Mesh, create_mesh, current_mesh
 from meshlayout.state.operations import run_on_shards
 
@@ -145,8 +145,9 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
-        layouts: The layouts, by path. Without, every device holds everything, on the
-            default mesh or on one of all devices with the axis `batch`.
+        layouts: The layouts, by path. Without, those of the open `scope`; outside of
+            one, every device holds everything, on the default mesh or on one of all
+            devices with the axis `batch`.
 
     Raises:
         StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
@@ -173,11 +174,16 @@ def describe_state(
     """Describes a state; `where` is the public function, for messages."""
     check_builder(build, where)
     if layouts is None:
-        layouts = LayoutMap(current_mesh() or create_mesh())
+        layouts = active_map() or LayoutMap(current_mesh() or create_mesh())
+    check_map(layouts, where)
+    return place(trace(build), layouts)
+
+
+def check_map(layouts: object, where: str) -> None:
+    """Raises StateError unless this is a layout map."""
     if not isinstance(layouts, LayoutMap):
         msg = f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate"
         raise StateError(f"{msg} everything, give LayoutMap(mesh).")
-    return place(trace(build), layouts)
 
 
 def check_builder(build: object, where: str) -> None:

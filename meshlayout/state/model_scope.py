@@ -9,7 +9,7 @@ made. Inside jit and other transformations, everything is constructed as without
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved, activate
 from meshlayout.state.creation import (
+    check_map,
     eager_sharding,
     eager_sharding_off,
     layout_per_leaf,
@@ -34,12 +35,11 @@ from meshlayout.state.operations import finest_layout
 
 
 @_checks.user_call
-@contextlib.contextmanager
-def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
+def scope(layouts: LayoutMap) -> contextlib.AbstractContextManager[LayoutMap]:
     """Creates models with these layouts.
 
     Inside, NNX modules and the variables of Linen's `init` are created sharded, by
-    unchanged code, and `constrain` follows the map. `create` is the explicit form.
+    unchanged code, and `constrain` and `create` follow the map.
 
     Raises:
         StateError: If a module draws from an `nnx.Rngs` that it was not given.
@@ -54,16 +54,8 @@ def scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
         >>> ml.Layout.of(layer.kernel[...])
         Layout([unsharded, model], Mesh(batch=2, model=4))
     """
-    opened = _Scope(layouts)
-    with _constructors:
-        token = _scope.set(opened)
-        try:
-            with activate(layouts):
-                yield layouts
-        finally:
-            _scope.reset(token)
-        # Not after an error in the block, which a second one would hide.
-        opened.finish()
+    check_map(layouts, "ml.scope")
+    return _Scope(layouts)
 
 
 class _Scope:
@@ -75,6 +67,19 @@ class _Scope:
         self._roots: list[nnx.Module] = []
         self._slots: list[Resolution] = []  # of optimizers
         self.is_empty = True
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> LayoutMap:
+        self._exits.enter_context(_constructors)
+        self._exits.callback(_scope.reset, _scope.set(self))
+        self._exits.enter_context(activate(self.layouts))
+        return self.layouts
+
+    @_checks.user_call
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._exits.close()
+        if kind is None:  # else a second error would hide that of the block
+            self.finish()
 
     # Called instead of Flax's own methods, which are their first argument.
 

@@ -438,9 +438,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     def _explain(self, now: Kinds, call: tuple[PyTree, PyTree]) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
-        changes = min(
-            (changes_of(seen, now) for seen in self._seen), key=len, default=[]
-        )
+        # A step looks for the shapes of its metrics without any: no call is like that.
+        names = {name.partition("/")[0] for name in now}
+        alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
+        every = (changes_of(seen, now) for seen in alike or self._seen)
+        changes = min(every, key=len, default=[])
         named = self._named(*call).items()
         changes += [f"{x} is a Python number" for x, y in named if type(y) is float]
         change = [*changes, _OTHER_CHANGE][0]

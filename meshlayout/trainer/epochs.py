@@ -244,8 +244,9 @@ class TrainerInput:
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
                 logging.WARNING,
-                "a batch of %d rows does not divide into %d shards, and cannot be "
-                "padded: every device computes the whole batch.",
+                "a batch of %d rows does not divide into %d shards: every device "
+                "computes all of it. To have it padded, return one loss per example; "
+                "if it is a tuple, also give Trainer weights=2.",
                 *(rows, num_shards),
             )
             layout = mesh.layout(...)

@@ -23,10 +23,8 @@ from meshlayout.errors import DataError
 def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | None:
     """Returns a Dataset or IterableDataset of the `datasets` package as a source."""
     if "DatasetDict" in class_names or "IterableDatasetDict" in class_names:
-        raise DataError(
-            f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
-            f"Choose one, as dataset[{next(iter(obj), 'train')!r}]."
-        )
+        msg = f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
+        raise DataError(f"{msg}Choose one, as dataset[{next(iter(obj), 'train')!r}].")
     if "IterableDataset" in class_names:
         readers: set[_Pass] = set()
         return IteratorSource(lambda epoch: _Pass(obj, epoch, readers), batched)

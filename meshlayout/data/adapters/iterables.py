@@ -124,11 +124,11 @@ def adapt(obj: Any, *, batched: bool | None) -> IteratorSource:
     def begin(epoch: int) -> Iterator[PyTree]:
         # An exhausted iterator would look like an epoch without examples.
         if next(passes) and hasattr(obj, "__next__"):
-            raise DataError(
-                f"the source is an iterator ({type(obj).__name__}), which can be read "
-                f"once, and epoch {epoch + 1} starts. Give a function that makes one, "
-                "as lambda: make_iterator()."
+            msg = f"the source is an iterator ({type(obj).__name__}), which can be read"
+            msg += (
+                f" once, and epoch {epoch + 1} starts. Give a function that makes one"
             )
+            raise DataError(f"{msg}, as lambda: make_iterator().")
         if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
             return NumberedItems(obj, len(obj))
         return iter(source if hasattr(obj, "__iter__") else source())

@@ -118,13 +118,11 @@ class RemoteWorker:
             set_raw_value(self.variables[variable], x)
         roots = Roots(fn)
         try:
-            with roots.refuse_appends(name):
+            with roots.refuse_changes(name):
                 result = fn(*args, **kwargs)
         except StopIteration:
-            msg = (
-                f"{name} asked for a batch, and the worker's dataset has "
-                "ended: let the dataset function return one that repeats."
-            )
+            msg = f"{name} asked for a batch, and the worker's dataset has ended: let "
+            msg += "the dataset function return one that repeats."
             raise StrategyError(msg) from None
         pushes = [self._push(roots, part, arrays) for part in pulled]
         return jax.device_get(result), self.params, *pushes
@@ -141,11 +139,9 @@ class RemoteWorker:
             if new is arrays[name] or np.asarray(new).tobytes() == old.tobytes():
                 continue
             if aggregation(variable) in (None, "first", "per_replica"):
-                msg = (
-                    f"the closure assigns {roots.path_of(variable)}, as others may. To "
-                    'add changes up, make it with nnx.Variable(x, aggregation="sum").'
-                )
-                raise StrategyError(msg)
+                msg = f"the closure assigns {roots.path_of(variable)}, as others may. "
+                msg += "To add changes up, make it with "
+                raise StrategyError(f'{msg}nnx.Variable(x, aggregation="sum").')
             added[name] = np.asarray(new) - old
         return updates, added
 
