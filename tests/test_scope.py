@@ -51,9 +51,9 @@ class Configured(nnx.Module):
 def nested():
     rngs = nnx.Rngs(0)
     first = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu)
-    return nnx.Sequential(
-        first, nnx.Sequential(*[nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
-    )
+    layers = [nnx.Linear(16, 16, rngs=rngs) for _ in range(3)]
+    layers[2].kernel = layers[0].kernel
+    return nnx.Sequential(first, nnx.Sequential(*layers))
 
 
 def mixed():
@@ -69,8 +69,21 @@ def configured():
     return Configured({"in": 8, "text": "x"}, rngs=nnx.Rngs(0), **options)
 
 
+def vmapped():
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    return nnx.Sequential(make(nnx.Rngs(0)))
+
+
+def adapted():
+    return nnx.LoRA(8, 2, 8, base_module=linear(), rngs=nnx.Rngs(1))
+
+
 # Whole models, of most layers that Flax has, are in test_create.
-@pytest.mark.parametrize("build", [nested, mixed, configured])
+@pytest.mark.parametrize("build", [nested, mixed, configured, vmapped, adapted])
 def test_models_are_born_as_the_map_says_with_the_same_bits(build):
     layouts, expected = kernels(), build()
     with ml.scope(layouts):
