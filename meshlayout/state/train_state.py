@@ -298,11 +298,8 @@ def optimizer_by_path(
     kinds = (optax.GradientTransformation, type(None))
     values = optimizers.values() if isinstance(optimizers, Mapping) else ()
     if not values or not all(isinstance(tx, kinds) for tx in values):
-        msg = (
-            "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
-            f"got {_checks.shown(optimizers)}."
-        )
-        raise StateError(msg)
+        msg = "optimizer_by_path takes a dict from patterns to Optax optimizers or "
+        raise StateError(f"{msg}None, got {_checks.shown(optimizers)}.")
     context = {"where": "optimizer_by_path", "error": StateError}
     patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
 
