@@ -55,8 +55,11 @@ def _penalty(
         chosen = [leaf.value for leaf in leaves if pattern.search(leaf.path)]
         if not chosen:  # a typing error would switch regularization off
             paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
-            msg = f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
-            raise LossError(f"{msg}{paths}{', ...' if len(leaves) > 4 else ''}.")
+            msg = (
+                f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
+                f"{paths}{', ...' if len(leaves) > 4 else ''}."
+            )
+            raise LossError(msg)
         # Summed in float32, as bfloat16 stops counting at 256.
         sums = [function(jnp.asarray(x).astype("float32")).sum() for x in chosen]
         return jnp.float32(strength) * jnp.stack(sums).sum()

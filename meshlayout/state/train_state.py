@@ -176,9 +176,12 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             return "?"
         # A step donates all arrays or none.
         if isinstance(step, jax.Array) and step.is_deleted():
-            msg = "a step has used up this state: it reused its memory. Continue with "
-            msg += "the state that the step returned, or pass the step a copy: "
-            raise StateError(f"{msg}jax.tree.map(jnp.copy, state).")
+            msg = (
+                "a step has used up this state: it reused its memory. Continue with "
+                "the state that the step returned, or pass the step a copy: "
+                "jax.tree.map(jnp.copy, state)."
+            )
+            raise StateError(msg)
         return int(step)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
@@ -298,8 +301,11 @@ def optimizer_by_path(
     kinds = (optax.GradientTransformation, type(None))
     values = optimizers.values() if isinstance(optimizers, Mapping) else ()
     if not values or not all(isinstance(tx, kinds) for tx in values):
-        msg = "optimizer_by_path takes a dict from patterns to Optax optimizers or "
-        raise StateError(f"{msg}None, got {_checks.shown(optimizers)}.")
+        msg = (
+            "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
+            f"got {_checks.shown(optimizers)}."
+        )
+        raise StateError(msg)
     context = {"where": "optimizer_by_path", "error": StateError}
     patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
 
