@@ -219,12 +219,9 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     place: WeightsKey = next(leaf.path for leaf in named if is_marked(leaf.value))
     if isinstance(batch, (tuple, list)) and place.isdigit():
         place = int(place)
-    msg = (
-        f"the batch's weights are at {place!r}, but the step looks for them at "
-        f"{key!r}, so that padding would count as examples. Give weights={place!r} to "
-        f"the step, or weights={key!r} to the dataset."
-    )
-    raise StepError(msg)
+    msg = f"the batch's weights are at {place!r}, but the step looks for them at "
+    msg += f"{key!r}, so that padding would count as examples. Give weights={place!r} "
+    raise StepError(f"{msg}to the step, or weights={key!r} to the dataset.")
 
 
 def is_marked(leaf: Leaf) -> bool:

@@ -195,12 +195,9 @@ class Layout(_checks.WithReflexes):
             return cls([None] * (rank or 0), mesh, memory_kind=sharding.memory_kind)
         if not isinstance(sharding, NamedSharding):
             what = type(value).__name__ if sharding is None else repr(sharding)
-            msg = (
-                f"{what} has no layout: it has no NamedSharding. Place the array with "
-                "relayout(x, layout); inside jit, layouts are only known on a mesh "
-                "with Explicit axes."
-            )
-            raise LayoutError(msg)
+            msg = f"{what} has no layout: it has no NamedSharding. Place the array "
+            msg += "with relayout(x, layout); inside jit, layouts are only known on a "
+            raise LayoutError(f"{msg}mesh with Explicit axes.")
         mesh = sharding.mesh
         if not isinstance(mesh, jax.sharding.Mesh):
             # In a trace: the devices are known only if the program set the mesh.

@@ -4,7 +4,7 @@ For code written per replica, such as code from TensorFlow. A strategy is a mesh
 layout map that makes everything whole on each device, and `run`.
 """
 
-from typing import TYPE_CHECKING
+import typing
 
 from meshlayout import _checks
 from meshlayout.collectives import (
@@ -38,7 +38,7 @@ from meshlayout.distribute.strategy import (
 from meshlayout.distribute.values import PerReplica as PerReplica
 
 
-if not TYPE_CHECKING:  # to which every misspelled name would be right
+if not typing.TYPE_CHECKING:  # to which every misspelled name would be right
 
     def __getattr__(name: str) -> object:
         _checks.unknown(f"module {__name__!r}", globals(), name)

@@ -95,12 +95,9 @@ class StateDescription(Generic[T]):
     def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
         """Makes the state; `inputs` are the flat arguments it was traced with."""
         if _jax.is_tracing():
-            msg = (
-                "create was called inside a function that JAX transforms, or in a "
-                "builder of create. Call it outside; describe(build, layouts).abstract "
-                "has the shapes alone."
-            )
-            raise StateError(msg)
+            msg = "create was called inside a function that JAX transforms, or in a "
+            msg += "builder of create. Call it outside; describe(build, layouts)."
+            raise StateError(f"{msg}abstract has the shapes alone.")
         devices = self._mesh.devices.flat
         compare_program("create", devices, lambda: self._facts(inputs))
         is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves]
