@@ -163,7 +163,8 @@ class Metrics(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         # Printed inside jit, while debugging: there are no values yet.
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self)):
+        kinds = (Tracer, jax.ShapeDtypeStruct)
+        if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(self)):
             return f"Metrics({', '.join(self)})"
         return _render.text_table(("metric", "value"), self._rows(), "lr")
 
