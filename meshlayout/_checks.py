@@ -113,9 +113,7 @@ def number(
         ("of at most", at_most, real.__le__),
         ("below", below, real.__lt__),
     ]
-    limits = [
-        (word, limit, holds) for word, limit, holds in bounds if limit is not None
-    ]
+    limits: Any = [bound for bound in bounds if bound[1] is not None]
     if not math.isfinite(real) or not all(holds(limit) for _, limit, holds in limits):
         text = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits)
         raise _refusal(name, value, f"a finite number {text}".rstrip(), **context)

@@ -400,7 +400,26 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
         "pd.get_dummies(frame).astype('float32')."
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
-    assert names.startswith("the names of the data frame's columns are int and str:")
+    assert names.startswith("the data frame's columns have names of several types: ")
+
+
+class Index(np.ndarray):
+    """Labels of rows, as those of pandas."""
+
+    equals, isin = np.array_equal, np.isin
+
+
+def test_rows_in_another_order_are_told_of(mesh, caplog):
+    trainer, frames = ml.Trainer(create_state(mesh), pair_loss), []
+    for labels in (range(8), range(8), reversed(range(8)), range(8, 16)):
+        frames.append(Frame(examples(8)["x"]))
+        frames[-1].iloc, frames[-1].index = None, np.array([*labels]).view(Index)
+    for other, is_told in zip(frames[1:], (False, True, False), strict=True):
+        caplog.clear()
+        trainer.predict((frames[0], other), batch_size=8, predict_fn=lambda _, x: x[0])
+        assert is_told == any(
+            "rows are paired by position" in x for x in caplog.messages
+        )
 
 
 def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
