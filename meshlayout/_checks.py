@@ -371,24 +371,16 @@ def _check_call(
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None
 
 
-def names_of(module: str) -> Callable[[str], NoReturn]:
-    """Returns a module's `__getattr__`, which says what to write instead of a name.
-
-    Set through `vars()`, it leaves misspelled names wrong to type checkers.
-    """
-
-    def missing(name: str) -> NoReturn:
-        __tracebackhide__ = True  # notebooks leave this frame out
-        if name in _REFLEXES:
-            raise AttributeError(f"{module} has no {name!r}. {_REFLEXES[name]}")
-        unknown(f"module {module!r}", dir(sys.modules[module]), name)
-
-    return missing
+def names_of(module: dict[str, Any]) -> Callable[[str], NoReturn]:
+    """Returns a `__getattr__` for `vars()` of a module; type checkers do not see it."""
+    return functools.partial(unknown, f"module {module['__name__']!r}", module)
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
-    """Raises AttributeError, which names a near attribute and where to look."""
-    __tracebackhide__ = True
+    """Raises AttributeError, which names what to write, or a near attribute."""
+    __tracebackhide__ = True  # notebooks leave this frame out
+    if name in _REFLEXES:
+        raise AttributeError(f"{owner} has no {name!r}. {_REFLEXES[name]}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")
