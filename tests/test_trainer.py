@@ -866,7 +866,7 @@ def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     weighted = {**data, "weight": np.ones(40, "float32")}
     quiet_fit(split, weighted, validation_split=0.25, **options)
     (said,) = caplog.messages
-    assert said == "validation is weighted, too: validation_data= need not be."
+    assert said == "held-out rows are weighted, too: validation_data= need not be."
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
         "give validation_data= alone."

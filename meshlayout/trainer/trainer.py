@@ -244,7 +244,7 @@ class Trainer(_checks.WithReflexes):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
-                text = "validation is weighted, too: validation_data= need not be."
+                text = "held-out rows are weighted, too: validation_data= need not be."
                 self._tell(logging.WARNING, text)
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
