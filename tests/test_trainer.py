@@ -90,21 +90,39 @@ def weighted_pair_loss(model, batch):
     return pair_loss(model, batch[:2])
 
 
-@pytest.mark.parametrize("kind", ["batches", "tuples", "dict", "tuple", "labels"])
+class OwnStep(ml.Trainer):
+    """Computes the gradients of a mean over the real examples by itself."""
+
+    def train_step(self, state, batch, metrics):
+        def mean(model):
+            losses, weights = loss_fn(model, batch)[0], batch["weight"]
+            return ml.losses.weighted_sum(losses, weights) / weights.sum(), losses
+
+        (_, losses), grads = nnx.value_and_grad(mean, has_aux=True)(state.model)
+        metrics = metrics or ml.metrics.Metrics({"loss": ml.metrics.Mean()})
+        metrics = metrics.update_from(outputs=None, batch=batch, losses=losses)
+        return state.apply_gradients(grads), metrics
+
+
+@pytest.mark.parametrize(
+    "kind", ["batches", "tuples", "dict", "tuple", "labels", "own"]
+)
 def test_fit_is_gradient_descent_on_the_real_examples(mesh, kind):
     data, state = examples(22), create_state(mesh)
     batches, pair = cut(data, 8), (data["x"], data["y"])  # the last one has 6
     w, b, losses = numpy_epochs(state, batches, epochs=3)
     tuples = [(one["x"], one["y"]) for one in batches]
     every = {"batches": [batches], "tuples": [tuples], "dict": [data], "tuple": [pair]}
+    every["own"] = [data]
     arrays, is_cut = every.get(kind, pair), kind in ("batches", "tuples")
     # A second program would be an error: the one for 8 rows serves all. Weights of
     # tuples are in the place that is named.
     options = {"on_recompile": "error"} if is_cut else {}
     options |= {"weights": 2} if kind == "tuples" else {}
     size = {} if is_cut else {"batch_size": 8, "shuffle": None}
-    losses_of = {"batches": loss_fn, "dict": loss_fn, "tuples": weighted_pair_loss}
-    trainer = ml.Trainer(state, losses_of.get(kind, pair_loss), **options)
+    losses_of = {"tuples": weighted_pair_loss, "tuple": pair_loss, "labels": pair_loss}
+    kind_of = OwnStep if kind == "own" else ml.Trainer
+    trainer = kind_of(state, losses_of.get(kind, loss_fn), **options)
     more = {**size, "validation_data": pair if len(arrays) == 2 else arrays[0]}
     history = quiet_fit(trainer, *arrays, epochs=3, **more)
     params = params_of(trainer.state)
