@@ -303,9 +303,9 @@ class Trainer(_checks.WithReflexes):
         """Returns the model's predictions for all rows of a dataset, in order.
 
         Data as `fit` had it goes through the loss function, whose outputs are returned;
-        data without labels goes to the model, and a data frame as one array, unless
-        `fit` had its columns. To call something else, give `predict_fn`. Padding that
-        the trainer or `distribute_dataset` added is left out.
+        data without labels, or without a loss function, goes to the model, and a data
+        frame as one array, unless `fit` had its columns. To call something else, give
+        `predict_fn`. Padding of the trainer or of `distribute_dataset` is left out.
 
         Returns:
             A tree of NumPy arrays with one row per example.
