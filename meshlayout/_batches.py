@@ -150,10 +150,8 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
         if -len(batch) <= key < len(items):
             items[key] = weights
             return type(record)(*items) if is_record else type(batch)(items)
-    msg = f"a {type(batch).__name__} has no place for weights={key!r}."
-    raise StepError(
-        f"{msg} Give a dict of arrays; or a tuple, with weights= its length."
-    )
+    msg = f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of"
+    raise StepError(f"{msg} arrays; or a tuple, with weights= its length.")
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:

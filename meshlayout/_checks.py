@@ -113,9 +113,7 @@ def number(
         ("of at most", at_most, real.__le__),
         ("below", below, real.__lt__),
     ]
-    limits = [
-        (word, limit, holds) for word, limit, holds in bounds if limit is not None
-    ]
+    limits: Any = [bound for bound in bounds if bound[1] is not None]
     if not math.isfinite(real) or not all(holds(limit) for _, limit, holds in limits):
         text = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits)
         raise _refusal(name, value, f"a finite number {text}".rstrip(), **context)
@@ -390,24 +388,16 @@ def _check_call(
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None
 
 
-def names_of(module: str) -> Callable[[str], NoReturn]:
-    """Returns a module's `__getattr__`, which says what to write instead of a name.
-
-    Set through `vars()`, it leaves misspelled names wrong to type checkers.
-    """
-
-    def missing(name: str) -> NoReturn:
-        __tracebackhide__ = True  # notebooks leave this frame out
-        unknown(f"module {module!r}", dir(sys.modules[module]), name)
-
-    return missing
+def names_of(module: dict[str, Any]) -> Callable[[str], NoReturn]:
+    """Returns a `__getattr__` for `vars()` of a module; type checkers do not see it."""
+    return functools.partial(unknown, f"module {module['__name__']!r}", module)
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
     """Raises AttributeError, which says what to write instead, or where to look."""
-    __tracebackhide__ = True
-    if hint := _REFLEXES.get(name):
-        raise AttributeError(f"{owner} has no attribute {name!r}. {hint}")
+    __tracebackhide__ = True  # notebooks leave this frame out
+    if name in _REFLEXES:
+        raise AttributeError(f"{owner} has no {name!r}. {_REFLEXES[name]}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")

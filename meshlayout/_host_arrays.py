@@ -36,7 +36,7 @@ def plain_array(
         reason = str(problem).partition("\n")[0]
         msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
-    if array.dtype == object and hasattr(value, "columns"):
+    if array.dtype == object and hasattr(value, "columns") and hasattr(value, "items"):
         array = _of_columns(value, array, where, error)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 

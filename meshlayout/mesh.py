@@ -74,9 +74,8 @@ class Mesh:
             )
             raise MeshError(msg)
         for name in mesh.axis_names:
-            if not isinstance(name, str) or not re.fullmatch(
-                r"\s*[^\s,=|][^,=|]*", name
-            ):
+            pattern = r"\s*[^\s,=|][^,=|]*"
+            if not isinstance(name, str) or not re.fullmatch(pattern, name):
                 msg = f"axis name {shown(name)} must be a string without any of , = |."
                 raise MeshError(f"{msg} Use a name such as 'batch'.")
         _jax.check_joined("Mesh")
@@ -346,11 +345,9 @@ def _fill_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     need = f"a multiple of {fixed}" if is_open else str(fixed)
     subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
     are = f"there {'is' if count == 1 else 'are'} {count}"
-    msg = (
-        f"mesh ({sizes_text(axes)}) needs {need} devices, but {are}. A shape that fits:"
-    )
+    msg = f"mesh ({sizes_text(axes)}) needs {need} devices, but {are}. A shape that"
     subset *= not is_open and fixed < count
-    raise MeshError(f"{msg} ({sizes_text(fitting)}){subset}.")
+    raise MeshError(f"{msg} fits: ({sizes_text(fitting)}){subset}.")
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

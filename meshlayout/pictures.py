@@ -100,7 +100,6 @@ def visualize(
     if num_shards > 1:
         note = f"{num_shards} shards of shape {layout.shard_shape(shape)}{nbytes}"
         note += " each" * bool(nbytes) + f", on {copies} devices each" * (copies > 1)
-    note += (
-        f". Numbers in the blocks are ids of {layout.mesh.platform.upper()} devices."
-    )
+    platform = layout.mesh.platform.upper()
+    note += f". Numbers in the blocks are ids of {platform} devices."
     return Shards(held, title, _render.shards_picture(shape, axes, held), note)

@@ -189,6 +189,13 @@ def test_a_sharded_state_is_restored_on_one_device_without_a_mesh(kept):
     assert_same_bits(kept.ck.restore()["params"], kept.state.params)
 
 
+def test_a_bare_module_is_restored_from_a_train_state_with_its_other_arrays(kept):
+    made = kept.ck.restore(Model(nnx.Rngs(2)), partial=True)
+    assert_same_bits(
+        *(nnx.to_pure_dict(nnx.state(x)) for x in (made, kept.state.model))
+    )
+
+
 def test_layouts_alone_go_by_the_paths_that_inspect_shows(kept):
     mesh = ml.create_mesh({"fsdp": 8})
     assert "params/up/kernel" in kept.ck.inspect().arrays

@@ -195,6 +195,20 @@ def test_the_reference_has_every_public_name():
     }
 
 
+def test_the_page_of_metrics_has_their_settings():
+    text = (DOCS / "reference" / "metrics.md").read_text()
+    text = re.sub(r"\(\s+", "(", re.sub(r"\s+", " ", text))
+    for kind in (ml.metrics.Accuracy, ml.metrics.Mean, ml.metrics.F1):
+        signature = inspect.signature(kind)
+        settings = [
+            x.replace(annotation=x.empty)
+            for name, x in signature.parameters.items()
+            if name not in ("sums", "_kind")
+        ]
+        own = signature.replace(parameters=settings, return_annotation=None)
+        assert f"{kind.__name__}{own}".removesuffix(" -> None") in text
+
+
 def _public_names(module: ModuleType) -> set[str]:
     names = {name for name in vars(module) if not name.startswith("_")}
     return {name for name in names if not inspect.ismodule(getattr(module, name))}

@@ -520,6 +520,8 @@ REFUSED = {
     "Metrics of loss, accuracy do not merge with a.": (
         lambda: COLLECTION.merge(metrics.Metrics({"a": metrics.Mean()}))
     ),
+    "metrics: 'mae': 'mae' is a name. Write ml.metrics.Accuracy(labels='y'), or "
+    "Mean(values='mae') for an output.": lambda: metrics.Metrics({"mae": "mae"}),
     "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),

@@ -120,18 +120,33 @@ class Batches(Rows):
         return super().__getitem__(slice(8 * index, 8 * index + 8))
 
 
+class OwnStep(ml.Trainer):
+    """Computes the gradients of a mean over the real examples by itself."""
+
+    def train_step(self, state, batch, metrics):
+        def mean(model):
+            losses, weights = loss_fn(model, batch)[0], batch["weight"]
+            return ml.losses.weighted_sum(losses, weights) / weights.sum(), losses
+
+        (_, losses), grads = nnx.value_and_grad(mean, has_aux=True)(state.model)
+        metrics = metrics or ml.metrics.Metrics({"loss": ml.metrics.Mean()})
+        metrics = metrics.update_from(outputs=None, batch=batch, losses=losses)
+        return state.apply_gradients(grads), metrics
+
+
 ROWS = examples(22)
 PAIR, CUT = (ROWS["x"], ROWS["y"]), cut(ROWS, 8)  # the last one has 6
 PAIRS = [(one["x"], one["y"]) for one in CUT]
 # A second program would be an error: the one for 8 rows serves all.
 ONE, TWO, SIZE = {"on_recompile": "error"}, {"steps_per_call": 2}, {"batch_size": 8}
-# Data, a loss, options of the trainer and of fit. In all but the first six, padding
+# Data, a loss, options of the trainer and of fit. In all but the first seven, padding
 # could not be left out.
 FITS = {
     "batches": ([CUT], loss_fn, ONE, {}),
     "tuples": ([PAIRS], weighted_pair_loss, {**ONE, "weights": 2}, {}),
     "batches by index": ([Batches(ROWS)], loss_fn, ONE, {}),
     "dict": ([ROWS], loss_fn, {}, SIZE),
+    "own step": ([ROWS], loss_fn, {}, SIZE),
     "examples by index": ([Rows(ROWS)], loss_fn, {}, SIZE),
     "a list of examples": (
         [[*map(Rows(ROWS).__getitem__, range(22))]],
@@ -155,7 +170,8 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     arrays, loss, options, size = FITS[name]
     state = create_state(mesh)
     w, b, losses = numpy_epochs(state, CUT, epochs=3)
-    trainer = ml.Trainer(state, loss, **options)
+    kind = OwnStep if name == "own step" else ml.Trainer
+    trainer = kind(state, loss, **options)
     held = [ROWS] if name == "a list of examples" else arrays
     more = {"validation_data": PAIR if len(held) == 2 else held[0], **size}
     more |= {"shuffle": None} if size else {}
@@ -177,7 +193,7 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
         "give Trainer weights=2."
     )
     texts = [record.getMessage() for record in caplog.records]
-    assert texts.count(said) == (name in [*FITS][6:])
+    assert texts.count(said) == (name in [*FITS][7:])
 
 
 def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
@@ -335,7 +351,26 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
         "pd.get_dummies(frame).astype('float32')."
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
-    assert names.startswith("the names of the data frame's columns are int and str:")
+    assert names.startswith("the data frame's columns have names of several types: ")
+
+
+class Index(np.ndarray):
+    """Labels of rows, as those of pandas."""
+
+    equals, isin = np.array_equal, np.isin
+
+
+def test_rows_in_another_order_are_told_of(mesh, caplog):
+    trainer, frames = ml.Trainer(create_state(mesh), pair_loss), []
+    for labels in (range(8), range(8), reversed(range(8)), range(8, 16)):
+        frames.append(Frame(examples(8)["x"]))
+        frames[-1].iloc, frames[-1].index = None, np.array([*labels]).view(Index)
+    for other, is_told in zip(frames[1:], (False, True, False), strict=True):
+        caplog.clear()
+        trainer.predict((frames[0], other), batch_size=8, predict_fn=lambda _, x: x[0])
+        assert is_told == any(
+            "rows are paired by position" in x for x in caplog.messages
+        )
 
 
 def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
@@ -728,7 +763,7 @@ def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     weighted = {**data, "weight": np.ones(40, "float32")}
     quiet_fit(split, weighted, validation_split=0.25, **options)
     (said,) = caplog.messages
-    assert said == "validation is weighted, too: validation_data= need not be."
+    assert said == "held-out rows are weighted, too: validation_data= need not be."
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
         "give validation_data= alone."

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -241,9 +241,10 @@ class Checkpointer(_checks.WithReflexes):
         """Deletes the steps that are not kept; on process 0, after a save."""
         paths = steps.step_paths(self.directory)
         paths = {n: path for n, path in paths.items() if steps.is_whole(path)}
-        best = None if self.best is None else self._best_of(paths)
-        for old in steps_to_delete(list(paths), self._keep, {best, step}):
-            steps.delete(paths[old])
+        kept = {step, None if self.best is None else self._best_of(paths)}
+        for old in [] if self._keep is None else [*paths][: -self._keep]:
+            if old not in kept:
+                steps.delete(paths[old])
 
     def all_steps(self) -> list[int]:
         """Returns the saved steps in ascending order, without a running save."""
@@ -267,11 +268,14 @@ class Checkpointer(_checks.WithReflexes):
         if self.best is None:
             msg = "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
             raise CheckpointError(msg)
-        metrics: dict[int, Mapping[str, float]] = {}
+        (name, mode), values = self.best, dict[int, float]()
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
-                metrics[step] = steps.read_facts(path)["metrics"]
-        return best_of(self.best, metrics)
+                value = steps.read_facts(path)["metrics"].get(name, math.nan)
+                values[step] = value if mode == "max" else -value
+        # NaN compares false with everything, so that one NaN would decide a maximum.
+        values = {step: value for step, value in values.items() if value == value}
+        return max(values, key=lambda step: (values[step], step), default=None)
 
     def _choose(self, step: Step) -> tuple[int, str, bytes | None]:
         """Returns a step's number, and the name and mark of its directory."""
@@ -405,26 +409,6 @@ class Checkpointer(_checks.WithReflexes):
                 damage = error
         damages = [x for x in self._channel.exchange(damage).values() if x is not None]
         return (None, damages[0]) if damages else (result, None)
-
-
-def steps_to_delete(
-    steps: Collection[int], keep: int | None, kept: Collection[int | None] = ()
-) -> list[int]:
-    """Returns the steps to delete: neither the last ones nor `kept`."""
-    old = [] if keep is None else sorted(steps)[:-keep]
-    return [step for step in old if step not in kept]
-
-
-def best_of(
-    best: tuple[str, str], metrics: Mapping[int, Mapping[str, float]]
-) -> int | None:
-    """Returns the step with the best metric, the latest of a tie, or None."""
-    name, mode = best
-    sign = 1.0 if mode == "max" else -1.0
-    values = {step: sign * found.get(name, math.nan) for step, found in metrics.items()}
-    # NaN compares false with everything, so that one NaN would decide a maximum.
-    values = {step: value for step, value in values.items() if not math.isnan(value)}
-    return max(values, key=lambda step: (values[step], step), default=None)
 
 
 def _metric_values(

@@ -477,9 +477,7 @@ def match(
     extra = {name: saved[name] for name in rest.values() if name not in left}
     # Numbers, as that of the step, are in any state.
     found = [spec for spec in wanted if spec.path in pairs]
-    has_dims = [
-        any(spec.shape for spec in specs) for specs in (found, missing.values())
-    ]
+    has_dims = [any(x.shape for x in specs) for specs in (found, missing.values())]
     is_found = not saved or has_dims[0] or (bool(found) and not has_dims[1])
     rows = tuple(missing), tuple(extra), tuple(shapes), tuple(dtypes)
     wrong = diff = RestoreDiff(*rows, extra | missing)

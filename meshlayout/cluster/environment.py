@@ -82,11 +82,9 @@ def find_settings(
     for (first, a), (second, b) in itertools.combinations(sources.items(), 2):
         for name in a.keys() & b.keys() - values.keys():
             if a[name] != b[name]:
-                msg = (
-                    f"initialize: {name} is {a[name]!r} by {first}, and {b[name]!r} by "
-                )
-                msg += f"{second}. Unset what was not meant for this program, or give "
-                raise ClusterError(f"{msg}all of {', '.join(_FACTS)}.")
+                msg = f"initialize: {name} is {a[name]!r} by {first}, and {b[name]!r}"
+                way = "Unset what was not meant for this program, or give all of"
+                raise ClusterError(f"{msg} by {second}. {way} {', '.join(_FACTS)}.")
     facts = {**_from_variables((BIND, DEVICES), environment), **facts}
     text = ", ".join(f"{name}={facts[name]!r}" for name in _FACTS if name in facts)
     count, index = facts.get(COUNT, 0 if text else 1), facts.get(INDEX, 0)
@@ -160,11 +158,9 @@ def _from_tf_config(text: str) -> _Facts:
         # Those of parameter servers and evaluators are not among the addresses.
         index = addresses.index(jobs[task["type"]][int(task["index"])])
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        msg = (
-            f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}. "
-        )
-        msg += "It must list chief and workers, and one of them as the task."
-        raise ClusterError(msg) from None
+        msg = f"initialize: TF_CONFIG={text[:2000]!r}: {type(error).__name__}: {error}."
+        way = "It must list chief and workers, and one of them as the task."
+        raise ClusterError(f"{msg} {way}") from None
     address = _checked(ADDRESS, addresses[0], "TF_CONFIG")
     return {ADDRESS: address, COUNT: len(addresses), INDEX: index}
 

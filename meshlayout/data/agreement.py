@@ -128,11 +128,9 @@ class Turns:
         if isinstance(error, Exception):
             self._channel.fail(error)
         else:
-            text = (
-                f"process {jax.process_index()} has left its loop over the data, and "
-            )
-            text += "this one continues. All processes must take the same number of "
-            self._channel.leave(self._turn, f"{text}steps.")
+            who = f"process {jax.process_index()} has left its loop over the data, and"
+            all_of = "All processes must take the same number of steps."
+            self._channel.leave(self._turn, f"{who} this one continues. {all_of}")
 
 
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:

@@ -122,10 +122,8 @@ class RowReader:
         if copies is not None:
             leaves = [leaf[copies] for leaf in leaves]
         self._cut.clock.rows += len(places)
-        epoch = position.epoch + passed
-        return HostBatch(
-            leaves, count, position._replace(epoch=epoch, batch=batch, row=row)
-        )
+        places = {"epoch": position.epoch + passed, "batch": batch, "row": row}
+        return HostBatch(leaves, count, position._replace(**places))
 
     def _rows(self, epoch: int, places: np.ndarray) -> list[np.ndarray]:
         """Returns the rows at places of the order of an epoch and those after it."""

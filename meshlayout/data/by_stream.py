@@ -212,9 +212,8 @@ class StreamReader:
         leaves = [(spec, spec.shape, spec.dtype) for spec in self._cut.spec.leaves]
         flatten, row = self._cut.spec.treedef.flatten_up_to, start - 1
         # The rows first: behind the last one, no other example is read.
-        for row, example in zip(
-            range(start, self._cut.size), stream.rest(), strict=False
-        ):
+        rows = range(start, self._cut.size)
+        for row, example in zip(rows, stream.rest(), strict=False):
             for i, leaf in enumerate(flatten(example)):
                 value = leaf
                 if type(leaf) is not kinds[i]:

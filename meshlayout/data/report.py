@@ -42,16 +42,13 @@ class PipelineReport:
         )
         return "\n".join((work, *self.notes))
 
-    def note(self, text: str) -> None:
-        """Adds a sentence to the report, and logs it as information, once."""
-        self._add(text, logging.INFO)
-
-    def warn(self, text: str) -> None:
-        """Adds a sentence to the report, and logs it as a warning, once."""
+    def note(self, text: str, level: int = logging.INFO) -> None:
+        """Adds a sentence to the report and logs it, once."""
         # Not with `warnings`: these come from a thread, whose stack is not the user's.
-        self._add(text, logging.WARNING)
-
-    def _add(self, text: str, level: int) -> None:
         if text not in self.notes:
             self.notes += (text,)
             _log.log(level, "%s", text)
+
+    def warn(self, text: str) -> None:
+        """Adds a sentence to the report and logs it as a warning, once."""
+        self.note(text, logging.WARNING)

@@ -191,9 +191,8 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
         chunk = rows.read_rows(indices, 0)
         if arrays is None:
             # Allocated once: joining the chunks would take twice the memory.
-            arrays = jax.tree.map(
-                lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), chunk
-            )
+            new = lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype)  # noqa: E731
+            arrays = jax.tree.map(new, chunk)
         pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(chunk), strict=True)
         for array, part in pairs:
             array[indices] = part

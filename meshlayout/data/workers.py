@@ -27,9 +27,8 @@ class Workers:
     """Calls a function of rows and epoch in processes, started by the first call."""
 
     def __init__(self, function: Callable[..., list[PyTree]], count: int) -> None:
-        cloudpickle: Any = _checks.require(
-            "cloudpickle", extra="data", purpose="num_workers="
-        )
+        needs = {"extra": "data", "purpose": "num_workers="}
+        cloudpickle: Any = _checks.require("cloudpickle", **needs)
         with _checks.noted(
             "map= and what it uses cannot be sent to worker processes: create such "
             "objects inside of it, or use num_workers=0."

@@ -286,10 +286,8 @@ class LayoutMap(
             for pattern in winners.keys() & {x.pattern for x in matching(leaf.path)}:
                 winners[pattern].add(leaf.rule or f"({leaf.reason})")
         one_of_each = {folded(leaf.path): leaf.path for leaf in reversed(leaves)}
-        dead = [pattern for pattern, others in winners.items() if not others]
-        near = {
-            pattern: nearest_paths(pattern, one_of_each.values()) for pattern in dead
-        }
+        dead, paths = [x for x in winners if not winners[x]], one_of_each.values()
+        near = {pattern: nearest_paths(pattern, paths) for pattern in dead}
         axes = dict(self._options.logical_axes or ())
         names = {name for leaf in leaves for name in leaf.axes}
         # A table that has all names of a model may have those of other models, too.

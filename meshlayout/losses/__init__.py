@@ -19,4 +19,4 @@ from meshlayout.losses.reduction import (
 )
 
 
-vars()["__getattr__"] = names_of(__name__)
+vars()["__getattr__"] = names_of(vars())

@@ -18,4 +18,4 @@ from meshlayout.metrics.metric import (
 )
 
 
-vars()["__getattr__"] = names_of(__name__)
+vars()["__getattr__"] = names_of(vars())

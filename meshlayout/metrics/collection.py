@@ -193,6 +193,8 @@ def _as_metric(name: str, metric: object) -> Any:
     is_class = isinstance(metric, type)
     if is_class and issubclass(metric, (Metric, nnx.metrics.Metric)):
         fact = f"is no metric; an instance of it is: {metric.__name__}()."
+    elif isinstance(metric, str):
+        fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (
             f"is not a metric such as {_EXAMPLE}: it must have {', '.join(_PROTOCOL)}, "

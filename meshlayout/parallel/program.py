@@ -192,9 +192,7 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
     # A slice of a weight is a weight, whatever says where it begins; but not a row that
     # the inputs choose.
-    is_row = sum(map(bool, [*dims, ()][0])) < 2 and any(
-        arg.of_inputs for arg in args[1:]
-    )
+    is_row = sum(map(bool, [*dims, ()][0])) < 2 and any(x.of_inputs for x in args[1:])
     sources = args[:1] if name == "dynamic_slice" and not is_row else args
     results = [
         made_of(sources, shape, each, flow.new_bits)

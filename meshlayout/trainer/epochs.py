@@ -112,9 +112,8 @@ class TrainerInput:
             weights = get_weights(tree, self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
-            size, shards = batch_size or 0, _batches.num_row_shards(self._layout)
-            # Padded rows change no number, where no step depends on the batch's size.
-            size = size if self._trains else -(-size // shards) * shards
+            shards = 1 if self._trains else _batches.num_row_shards(self._layout)
+            size = -(-(batch_size or 0) // shards) * shards  # rounded up, and padded
             data = self._dataset(rows, size, shuffle)
         elif not is_iterable:  # `iter` might never end
             data = functools.partial(NumberedItems, data, operator.length_hint(data))
@@ -324,9 +323,8 @@ def checked_columns(
 
     They must be those of `trained`, in that order: the model knows them by their place.
     """
-    leaves = (
-        named_leaves(data)[0] if isinstance(data, (tuple, Mapping)) else [("", data)]
-    )
+    is_tree = isinstance(data, (tuple, Mapping))
+    leaves = named_leaves(data)[0] if is_tree else [("", data)]
     frames = {path: leaf for path, leaf in leaves if hasattr(leaf, "columns")}
     # Of a table of Arrow, `columns` are the arrays.
     columns = {p: [*getattr(x, "column_names", x.columns)] for p, x in frames.items()}

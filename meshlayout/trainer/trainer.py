@@ -244,7 +244,7 @@ class Trainer(_checks.WithReflexes):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
-                text = "validation is weighted, too: validation_data= need not be."
+                text = "held-out rows are weighted, too: validation_data= need not be."
                 self._tell(logging.WARNING, text)
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
@@ -303,9 +303,9 @@ class Trainer(_checks.WithReflexes):
         """Returns the predictions for all rows of a dataset, in order, as NumPy arrays.
 
         Data as `fit` had it goes through the loss function, whose outputs are returned;
-        data without labels goes to the model, and a data frame as one array, unless
-        `fit` had its columns. To call something else, give `predict_fn`. Padding that
-        the trainer or `distribute_dataset` added is left out.
+        data without labels, or without a loss function, goes to the model, and a data
+        frame as one array, unless `fit` had its columns. To call something else, give
+        `predict_fn`. Padding of the trainer or of `distribute_dataset` is left out.
         """
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:

@@ -76,21 +76,16 @@ def array_rows(tree: PyTree) -> Rows:
     """Returns columns in memory as a source."""
     if _is_frame(tree):
         tree = {name: tree[name] for name in getattr(tree, "columns", tree)}
-        if len(kinds := {*map(type, tree)}) > 1:  # which JAX cannot sort
-            names = " and ".join(sorted(kind.__name__ for kind in kinds))
-            msg = f"the names of the data frame's columns are {names}: write"
+        if len({*map(type, tree)}) > 1:  # which JAX cannot sort
+            msg = "the data frame's columns have names of several types: write"
             raise DataError(f"{msg} frame.columns = frame.columns.astype(str).")
-    entries, treedef = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=_is_column_list
-    )
+    flatten = jax.tree_util.tree_flatten_with_path
+    entries, treedef = flatten(tree, is_leaf=_is_column_list)
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
     indexes = [x.index for x in columns.values() if hasattr(x, "iloc")]
-    for index in indexes[1:]:
-        if not index.equals(indexes[0]) and index.isin(indexes[0]).all():
-            _log.warning(
-                "rows are paired by position, and the indexes of the data have the "
-                "same labels in another order: perhaps sort one by y.loc[x.index]."
-            )
+    if any(not x.equals(indexes[0]) and x.isin(indexes[0]).all() for x in indexes):
+        msg = "rows are paired by position, not by their indexes, which have one order"
+        _log.warning(f"{msg} in x and another in y: perhaps write y.loc[x.index].")
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
     sizes = {column.shape[:1]: path for path, column in columns.items()}
     if len(sizes) > 1 or () in sizes:

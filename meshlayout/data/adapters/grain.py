@@ -29,9 +29,8 @@ def adapt(obj: Any, class_names: set[str], *, batched: bool | None) -> Source | 
     """Returns a MapDataset, an IterDataset or a DataLoader as a source."""
     steps = " ".join(type(step).__name__ for step in _steps(obj))
     changes = re.findall("[Bb]atch|Flat|Split|Pack", steps)
-    if (
-        batched is None and changes and changes[0] != "Flat"
-    ):  # the last step comes first
+    # The last step comes first.
+    if batched is None and changes and changes[0] != "Flat":
         batched = changes[0] not in ("Split", "Pack")
     if "MapDataset" in class_names:
         return _map_dataset(obj, steps, batched=batched)

@@ -145,10 +145,7 @@ def _has_objects(node: Any) -> bool:
 
 def _has_nan(values: np.ndarray) -> bool:
     leaves = jax.tree.leaves(values.tolist() if values.dtype == object else values)
-    kinds = [np.asarray(leaf).dtype.kind for leaf in leaves]
-    return any(
-        np.isnan(x).any() for x, kind in zip(leaves, kinds, strict=True) if kind == "f"
-    )
+    return any(np.isnan(x).any() for x in leaves if np.asarray(x).dtype.kind == "f")
 
 
 def _dtype(feature: Any) -> np.dtype | None:

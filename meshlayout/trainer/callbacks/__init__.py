@@ -10,4 +10,4 @@ from meshlayout.trainer.callbacks.stop_conditions import (
 )
 
 
-vars()["__getattr__"] = names_of(__name__)
+vars()["__getattr__"] = names_of(vars())

@@ -118,7 +118,7 @@ class StopOnNaN(Callback):
         watched = Metrics({name: metrics.metric(name) for name in names})
         self._pending.add(trainer.position, watched)
         for position, values in self._pending.read():
-            # Another name is refused at the end of the epoch.
+            # A value of validation is not among them.
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
