@@ -13,7 +13,7 @@ import meshlayout as ml
 
 
 INDEX = np.arange(8 * 4 * 2, dtype="int32").reshape(8, 4, 2) % 8
-KV, ROWS = (4, 16, 4, 4), P(("batch", "x"))
+KV, ROWS = (2, 2, 16, 4, 4), P(("batch", "x"))
 
 
 def experts(x, weights, kernels, **options):
@@ -23,7 +23,7 @@ def experts(x, weights, kernels, **options):
 
 def attention(name):
     attend = functools.partial(getattr(ml.parallel, name), causal=True)
-    return attend, [(4, 16, 8, 4), KV, KV], [P("batch", "x", "model")] * 3
+    return attend, [(2, 2, 16, 8, 4), KV, KV], [P("batch", None, "x", "model")] * 3
 
 
 def stack(schedule):

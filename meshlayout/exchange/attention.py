@@ -6,7 +6,6 @@ shards of heads from shards of the sequence, and back (DeepSpeed-Ulysses, Jacobs
 over another axis, stay where they are.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -187,7 +186,7 @@ def _attend(
     fix = "Drop features of the result instead, or give deterministic=True."
     check(no_dropout, f"dropout_rate={dropout_rate}: no device has all weights", fix)
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-    shape, rows = q.shape, q.shape[:-3] or (1,)
+    shape, rows, spec = q.shape, q.shape[:-3] or (1,), jax.typeof(q).sharding.spec
     shapes = f"got query {shape}, key {k.shape} and value {v.shape}"
     fits = q.ndim == k.ndim >= 3 and k.shape == v.shape
     fits = fits and (shape[:-3], shape[-1]) == (k.shape[:-3], k.shape[-1])
@@ -242,9 +241,12 @@ def _attend(
     if mesh_axis is None:
         return attend_on_one_device(rules, inputs).reshape(shape)
     # Traced once for all layers of a model, compiled once for calls outside of jit.
-    run = jax.jit(exchange, static_argnames=("axis", "rules"))
-    run, spec = functools.partial(run, rules=rules), jax.typeof(q).sharding.spec
-    return run_on_auto_axes(run, mesh_axis, spec, inputs).reshape(shape)
+    attend = jax.jit(exchange, static_argnames=("axis", "rules"))
+
+    def run(axis: MeshAxis, inputs: Inputs) -> jax.Array:
+        return attend(axis, inputs, rules).reshape(shape)
+
+    return run_on_auto_axes(run, mesh_axis, spec, inputs)
 
 
 def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
@@ -252,10 +254,11 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
     sizes = {"positions": q.shape[1], "positions of keys": k.shape[1]}
     for name, number in {**sizes, "heads of keys": k.shape[2]}.items():
         if number % axis.size:
-            fact = f"{number} {name} do not divide among {axis.size} devices"
+            fact = (
+                f"{number} {name} do not divide among {axis.size} devices of mesh axis"
+            )
             hint = f"{nearest(number, axis.size)} ring_attention takes any number."
-            msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
-            raise LayoutError(msg)
+            raise LayoutError(f"all_to_all_attention: {fact} {axis.name!r}. {hint}")
 
     # By layouts, which the compiler makes all-to-alls of: under `shard_map` along one
     # axis it gathers the shards of all others first.
