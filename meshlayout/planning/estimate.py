@@ -62,6 +62,7 @@ class _Operation:
     runs: int
     start: int  # the first operation of a loop; else its own number
     flops: float  # of all devices, in one run
+    is_heavy: bool
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
     passed: tuple[int, Any, float] = (0, (), 0.0)  # around shards, and what share
@@ -151,7 +152,9 @@ class StepTrace:
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        op = _Operation(name, name, inputs, outputs, self._flow.runs, start, flops)
+        is_heavy = name in _HEAVY or name.startswith("reduce_")
+        facts = self._flow.runs, start, flops, is_heavy
+        op = _Operation(name, name, inputs, outputs, *facts)
         self.operations.append(op)
         read = args
         if is_loop:
@@ -162,7 +165,7 @@ class StepTrace:
                 parts.link(stacks[0].dims[0], each.dims[0])
             for each in self.operations[start:] if stacks else ():
                 each.stack = (*each.stack, stacks[0].dims[0])
-        elif _is_heavy(op):
+        elif is_heavy:
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
@@ -205,17 +208,17 @@ class StepTrace:
             owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
             op.place = op.place if owner is None else self.modules[owner]
 
-    def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    def _lives(self) -> tuple[list[tuple[int, int, int]], ...]:
         """Returns the first and last operations of what is computed and needed again.
 
-        Then the places of gradients, which no operation reads but the update.
+        Then the operations and parameters of gradients, which only the update reads.
         """
         nothing = frozenset[int]()
         roots: dict[int, frozenset[int]] = {}  # what an array is made of, in memory
         births: dict[int, tuple[int, frozenset[int]]] = {}
         last: dict[int, int] = {}
         for place, op in enumerate(self.operations):
-            is_stored = _is_heavy(op) or op.name in _LOOPS
+            is_stored = op.is_heavy or op.name in _LOOPS
             whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
             size = sum(self.nbytes[x] for x in whence)
             for index in op.outputs:
@@ -231,16 +234,14 @@ class StepTrace:
             for sources in [births[index][1]]
             if not sources or any(last.get(x, -1) < place for x in sources)
         ]
-        return lives, [(place, x) for x, (place, _) in births.items() if x not in last]
+        ends = {x: frozenset(self.factors[x]) for x in births if x not in last}
+        gradients = [(x, key) for x, key in ends.items() if key in self.owners]
+        return lives, [(births[x][0], x, self.owners[key]) for x, key in gradients]
 
 
 def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
     return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
-
-
-def _is_heavy(op: _Operation) -> bool:
-    return op.name in _HEAVY or op.name.startswith("reduce_")
 
 
 def estimate(
@@ -294,6 +295,7 @@ class _Device:
         tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
         self.spread = self.num_shards(spare)  # before and after sums
         self.sizes: list[float] = []
+        self.tiles: list[float] = []  # the same, as memory is divided
         for index, factors in enumerate(trace.factors):
             is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
             # XLA casts what a TPU multiplies, before it is kept or sent.
@@ -301,6 +303,9 @@ class _Device:
             others = [] if tokens.isdisjoint(factors) else spare
             count *= self.num_shards([*{*self.axes_in(factors), *others}])
             self.sizes.append(trace.nbytes[index] / count / accumulate**is_batch)
+            dims = zip(trace.values[index].shape, factors, strict=True)
+            shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
+            self.tiles.append(self.sizes[-1] * (_padding(*shard) if self.is_tpu else 1))
 
     def axes_in(self, *groups: Iterable[Any]) -> list[str]:
         """Returns the axes that shard factors."""
@@ -339,7 +344,7 @@ class _Device:
                 times = 1 - len(op.inputs)
                 self.send(name, over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
-            if not _is_heavy(op):
+            if not op.is_heavy:
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
             count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
@@ -398,26 +403,15 @@ class _Device:
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
 
-    def padded(self, index: int) -> float:
-        """Returns the bytes of an array in memory, which TPUs divide into tiles."""
-        dims = zip(
-            self.trace.values[index].shape, self.trace.factors[index], strict=True
-        )
-        shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
-        return self.sizes[index] * (_padding(*shard) if self.is_tpu else 1.0)
-
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
         trace, before = self.trace, (0, 0.0, False)
-        lives = [(first, last, self.padded(i)) for first, last, i in trace.lives]
+        lives = [(first, last, self.tiles[i]) for first, last, i in trace.lives]
         lives += self.lives
         chip, memory, made = np.zeros((3, len(trace.operations) + 1))
         # Collectives take gradients from memory.
-        for place, index in trace.gradients:
+        for place, index, owner in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
-            owner = trace.owners.get(frozenset(trace.factors[index]))
-            if owner is None:
-                continue
             n, is_scattered, is_summed = self.gradients[owner]
             if op.name in _LOOPS:  # stacked ones are added up after the loop
                 memory[op.start :] += (1 + is_summed) * size / n
