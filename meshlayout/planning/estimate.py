@@ -202,8 +202,9 @@ class StepTrace:
                 op.passed = min(rest, key=self.nbytes.__getitem__), twice, 1.0
         image = self.factors[op.inputs[0]] if op.name == _CONVOLUTION else ()
         if heights := self.heights.intersection(image):  # its edges are passed on
-            window, size = (self.values[x].shape for x in op.inputs[1::-1])
-            op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
+            shapes = [self.values[x].shape for x in (*op.inputs, *op.outputs)]
+            window = min(shapes[1][0], shapes[2][0])  # of the kernel, or its gradient
+            op.passed = op.inputs[0], heights, min(1.0, (window - 1) / shapes[0][1])
         if op.flops:  # of a gradient, perhaps
             owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
             op.place = op.place if owner is None else self.modules[owner]
