@@ -76,6 +76,7 @@ class _Use:
     last: int
     turns: int  # of the loop that reads it
     nbytes: int  # of what is read in a turn
+    result: int  # the largest array that is made of it
 
 
 class StepTrace:
@@ -180,16 +181,17 @@ class StepTrace:
         """Notes which parameters a heavy operation reads."""
         for value in op.inputs:
             weights = self.values[value].weights
-            index = weights.bit_length() - 1
+            index, result = weights.bit_length() - 1, op.outputs[0]
             if not weights or weights != 1 << index:
                 continue
             op.place = self.modules[index]
             whole, part = (max(1, self.values[x].size) for x in (index, value))
             turns = min(op.runs, max(1, whole // part))
             nbytes = self.nbytes[value] * whole // (part * turns)
-            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes))
+            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes, result))
             use.last, use.turns = number, max(use.turns, turns)
             use.nbytes = min(use.nbytes, nbytes)
+            use.result = max(use.result, result, key=self.nbytes.__getitem__)
 
     def _finish(self, op: _Operation) -> None:
         """Completes what is known of an operation when all factors are."""
@@ -370,11 +372,11 @@ class _Device:
         """Counts gathers of parameters, so many in a step, and sums of gradients."""
         trace, leaves, count = self.trace, self.leaves, self.accumulate
         share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
-        transient = 0.0
+        transient = moved = 0.0
         for index, leaf in enumerate(leaves[: trace.num_params]):
             module = trace.modules[index]
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index])
+            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
             others = self.num_shards([*(own - {*self.gathered})])
             used, size = use.nbytes / others, trace.nbytes[index] / others
             split = [axis for axis in self.gathered if axis in own]
@@ -387,6 +389,10 @@ class _Device:
                 facts: Any = {"waited": _WAITED}
                 self.send(f"all_gather, {module}", split, part, again * runs, **facts)
                 self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
+                # Small matrices are multiplied in parts, as they come, if they are in
+                # as many as the batch: each part reads and writes the results.
+                if self.is_tpu and not whole and part < self.sizes[use.result]:
+                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
                 transient = max(transient, again * part)
                 self.lives += [(use.first, use.last, part)] * (again == 1)
             if use.turns > 1 and part < used:  # a loop's, before it
@@ -400,7 +406,7 @@ class _Device:
         self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
-        moved = 7 / 3 * sum(map(shard_bytes, leaves))
+        moved += 7 / 3 * sum(map(shard_bytes, leaves))
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
 
