@@ -125,15 +125,33 @@ def test_axes_that_a_model_asks_for_give_the_loss_of_one_device(
     rows = planned(build=build, remat="none").rows
     rows = [row for row in rows if row.name == way and not row.error]
     assert {row.mesh.axis_size(axis) for row in rows} >= {2, 4}
-    names = {"build": build, "loss_fn": token_losses}
-    names |= {"optimizer": optax.sgd(0.1), "batch": TOKENS}
-    exec(rows[0].to_code(), names)
+    names = {"build": build, "loss_fn": token_losses, "batch": TOKENS}
     batch = {"tokens": np.arange(256, dtype="int32").reshape(16, 16) % 64}
+    has_loss_of_one_device(rows[0], names, batch)
+
+
+def has_loss_of_one_device(row, names, batch):
+    names["optimizer"] = optax.sgd(0.1)
+    exec(row.to_code(), names)
+    batch = ml.relayout(batch, names.get("batch_layout", row.mesh.layout("batch", ...)))
     loss = names["train_step"](names["state"], batch)[1]["loss"]
     one = ml.LayoutMap(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1]))
-    state = ml.TrainState.create(build, optax.sgd(0.1), one)
-    expected = ml.make_train_step(token_losses)(state, batch)[1]["loss"]
+    state = ml.TrainState.create(names["build"], optax.sgd(0.1), one)
+    step, batch = ml.make_train_step(names["loss_fn"]), jax.device_get(batch)
+    expected = step(state, batch)[1]["loss"]
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_images_of_a_model_with_convolutions_may_be_in_shards():
+    build = lambda: nnx.Sequential(nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0)))
+    loss_fn = lambda model, batch: (model(batch["image"]) ** 2).mean((1, 2, 3))
+    batch = {"image": np.random.default_rng(0).normal(size=(8, 16, 16, 3))}
+    batch["image"] = batch["image"].astype("float32")
+    rows = planned(build=build, loss_fn=loss_fn, batch=batch).rows
+    rows = [row for row in rows if row.name == "data + space"]
+    assert {row.mesh.axis_size("height") for row in rows} == {2, 4, 8}
+    assert "wait: collective_permute, layers/0" in rows[0].parts
+    has_loss_of_one_device(rows[0], {"build": build, "loss_fn": loss_fn}, batch)
 
 
 def test_a_linen_model_and_one_without_blocks_are_planned():

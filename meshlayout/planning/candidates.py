@@ -138,20 +138,17 @@ def _ways(
 def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
     for name, value in candidates.items():
-        problem: MeshLayoutError | None = None
         code, maps = f"layouts = {name}  # your map", list[LayoutMap]()
         if isinstance(value, LayoutMap):
             maps.append(value)
         else:
             code = f"layouts = {getattr(value, '__name__', name)}(mesh)"
-            for mesh in meshes(target):
-                try:
+            every = [*meshes(target)]
+            for mesh in every:  # some may lack the axes that it is for
+                with contextlib.suppress(MeshLayoutError):
                     maps.append(value(mesh))
-                except MeshLayoutError as error:  # it is for meshes with other axes
-                    problem = error
-        if problem is not None and not maps:
-            problem.add_note(f"while plan calls the candidate {name!r}")
-            raise problem
+            with _checks.noted(f"while plan calls the candidate {name!r}"):
+                maps = maps or [value(every[-1])]
         for layouts in maps:
             mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
             text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"

@@ -62,6 +62,7 @@ class _Operation:
     runs: int
     start: int  # the first operation of a loop; else its own number
     flops: float  # of all devices, in one run
+    is_heavy: bool
     summed: Any = ()  # factors over which it sums
     stack: Any = ()  # the factors of the layers of loops that it is in
     passed: tuple[int, Any, float] = (0, (), 0.0)  # around shards, and what share
@@ -75,6 +76,7 @@ class _Use:
     last: int
     turns: int  # of the loop that reads it
     nbytes: int  # of what is read in a turn
+    result: int  # the largest array that is made of it
 
 
 class StepTrace:
@@ -151,7 +153,9 @@ class StepTrace:
         inputs = [*map(self._index, args, eqn.invars)]
         outputs = [*map(self._index, results, eqn.outvars)]
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        op = _Operation(name, name, inputs, outputs, self._flow.runs, start, flops)
+        is_heavy = name in _HEAVY or name.startswith("reduce_")
+        facts = self._flow.runs, start, flops, is_heavy
+        op = _Operation(name, name, inputs, outputs, *facts)
         self.operations.append(op)
         read = args
         if is_loop:
@@ -162,7 +166,7 @@ class StepTrace:
                 parts.link(stacks[0].dims[0], each.dims[0])
             for each in self.operations[start:] if stacks else ():
                 each.stack = (*each.stack, stacks[0].dims[0])
-        elif _is_heavy(op):
+        elif is_heavy:
             kept = {id(factor) for x in results for dim in x.dims for factor in dim}
             both = itertools.chain(*(value.dims for value in args[:2]))
             op.summed = [dim for dim in both if dim and id(dim[0]) not in kept]
@@ -177,16 +181,17 @@ class StepTrace:
         """Notes which parameters a heavy operation reads."""
         for value in op.inputs:
             weights = self.values[value].weights
-            index = weights.bit_length() - 1
+            index, result = weights.bit_length() - 1, op.outputs[0]
             if not weights or weights != 1 << index:
                 continue
             op.place = self.modules[index]
             whole, part = (max(1, self.values[x].size) for x in (index, value))
             turns = min(op.runs, max(1, whole // part))
             nbytes = self.nbytes[value] * whole // (part * turns)
-            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes))
+            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes, result))
             use.last, use.turns = number, max(use.turns, turns)
             use.nbytes = min(use.nbytes, nbytes)
+            use.result = max(use.result, result, key=self.nbytes.__getitem__)
 
     def _finish(self, op: _Operation) -> None:
         """Completes what is known of an operation when all factors are."""
@@ -199,23 +204,24 @@ class StepTrace:
                 op.passed = min(rest, key=self.nbytes.__getitem__), twice, 1.0
         image = self.factors[op.inputs[0]] if op.name == _CONVOLUTION else ()
         if heights := self.heights.intersection(image):  # its edges are passed on
-            window, size = (self.values[x].shape for x in op.inputs[1::-1])
-            op.passed = op.inputs[0], heights, min(1.0, window[0] / size[1])
+            shapes = [self.values[x].shape for x in (*op.inputs, *op.outputs)]
+            window = min(shapes[1][0], shapes[2][0])  # of the kernel, or its gradient
+            op.passed = op.inputs[0], heights, min(1.0, (window - 1) / shapes[0][1])
         if op.flops:  # of a gradient, perhaps
             owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
             op.place = op.place if owner is None else self.modules[owner]
 
-    def _lives(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    def _lives(self) -> tuple[list[tuple[int, int, int]], ...]:
         """Returns the first and last operations of what is computed and needed again.
 
-        Then the places of gradients, which no operation reads but the update.
+        Then the operations and parameters of gradients, which only the update reads.
         """
         nothing = frozenset[int]()
         roots: dict[int, frozenset[int]] = {}  # what an array is made of, in memory
         births: dict[int, tuple[int, frozenset[int]]] = {}
         last: dict[int, int] = {}
         for place, op in enumerate(self.operations):
-            is_stored = _is_heavy(op) or op.name in _LOOPS
+            is_stored = op.is_heavy or op.name in _LOOPS
             whence = nothing.union(*(roots.get(index, nothing) for index in op.inputs))
             size = sum(self.nbytes[x] for x in whence)
             for index in op.outputs:
@@ -231,16 +237,14 @@ class StepTrace:
             for sources in [births[index][1]]
             if not sources or any(last.get(x, -1) < place for x in sources)
         ]
-        return lives, [(place, x) for x, (place, _) in births.items() if x not in last]
+        ends = {x: frozenset(self.factors[x]) for x in births if x not in last}
+        gradients = [(x, key) for x, key in ends.items() if key in self.owners]
+        return lives, [(births[x][0], x, self.owners[key]) for x, key in gradients]
 
 
 def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
     return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
-
-
-def _is_heavy(op: _Operation) -> bool:
-    return op.name in _HEAVY or op.name.startswith("reduce_")
 
 
 def estimate(
@@ -294,6 +298,7 @@ class _Device:
         tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
         self.spread = self.num_shards(spare)  # before and after sums
         self.sizes: list[float] = []
+        self.tiles: list[float] = []  # the same, as memory is divided
         for index, factors in enumerate(trace.factors):
             is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
             # XLA casts what a TPU multiplies, before it is kept or sent.
@@ -301,6 +306,9 @@ class _Device:
             others = [] if tokens.isdisjoint(factors) else spare
             count *= self.num_shards([*{*self.axes_in(factors), *others}])
             self.sizes.append(trace.nbytes[index] / count / accumulate**is_batch)
+            dims = zip(trace.values[index].shape, factors, strict=True)
+            shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
+            self.tiles.append(self.sizes[-1] * (_padding(*shard) if self.is_tpu else 1))
 
     def axes_in(self, *groups: Iterable[Any]) -> list[str]:
         """Returns the axes that shard factors."""
@@ -339,7 +347,7 @@ class _Device:
                 times = 1 - len(op.inputs)
                 self.send(name, over, size * self.spread, 2 * runs * times)
                 partial[op.outputs[0]] = over
-            if not _is_heavy(op):
+            if not op.is_heavy:
                 continue
             factors = [f for index in op.outputs for f in trace.factors[index]]
             count = self.num_shards(self.axes_in(factors, op.summed, op.stack))
@@ -364,11 +372,11 @@ class _Device:
         """Counts gathers of parameters, so many in a step, and sums of gradients."""
         trace, leaves, count = self.trace, self.leaves, self.accumulate
         share = 1 / max(1, trace.num_params)  # compilers combine what is not gathered
-        transient = 0.0
+        transient = moved = 0.0
         for index, leaf in enumerate(leaves[: trace.num_params]):
             module = trace.modules[index]
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index])
+            use = trace.uses.get(index) or _Use(0, 0, 1, trace.nbytes[index], index)
             others = self.num_shards([*(own - {*self.gathered})])
             used, size = use.nbytes / others, trace.nbytes[index] / others
             split = [axis for axis in self.gathered if axis in own]
@@ -381,6 +389,10 @@ class _Device:
                 facts: Any = {"waited": _WAITED}
                 self.send(f"all_gather, {module}", split, part, again * runs, **facts)
                 self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
+                # Small matrices are multiplied in parts, as they come, if they are in
+                # as many as the batch: each part reads and writes the results.
+                if self.is_tpu and not whole and part < self.sizes[use.result]:
+                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
                 transient = max(transient, again * part)
                 self.lives += [(use.first, use.last, part)] * (again == 1)
             if use.turns > 1 and part < used:  # a loop's, before it
@@ -394,30 +406,19 @@ class _Device:
         self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)
         # The state is read and written, and gradients are read.
-        moved = 7 / 3 * sum(map(shard_bytes, leaves))
+        moved += 7 / 3 * sum(map(shard_bytes, leaves))
         updating = moved / self.chip.memory_bytes_per_s + _START_S * trace.num_params
         self.parts["optimizer"] += self.beyond * updating
-
-    def padded(self, index: int) -> float:
-        """Returns the bytes of an array in memory, which TPUs divide into tiles."""
-        dims = zip(
-            self.trace.values[index].shape, self.trace.factors[index], strict=True
-        )
-        shard = (-(-n // self.num_shards(self.shards.get(x, ()))) for n, x in dims)
-        return self.sizes[index] * (_padding(*shard) if self.is_tpu else 1.0)
 
     def peak_bytes(self) -> float:
         """Returns what the device holds at the most."""
         trace, before = self.trace, (0, 0.0, False)
-        lives = [(first, last, self.padded(i)) for first, last, i in trace.lives]
+        lives = [(first, last, self.tiles[i]) for first, last, i in trace.lives]
         lives += self.lives
         chip, memory, made = np.zeros((3, len(trace.operations) + 1))
         # Collectives take gradients from memory.
-        for place, index in trace.gradients:
+        for place, index, owner in trace.gradients:
             op, size = trace.operations[place], self.sizes[index]
-            owner = trace.owners.get(frozenset(trace.factors[index]))
-            if owner is None:
-                continue
             n, is_scattered, is_summed = self.gradients[owner]
             if op.name in _LOOPS:  # stacked ones are added up after the loop
                 memory[op.start :] += (1 + is_summed) * size / n

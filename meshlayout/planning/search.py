@@ -131,9 +131,9 @@ class _Search:
                 for row in proposals:
                     with _checks.noted(f"while plan traces the candidate '{row}'"):
                         rows += self._estimates(row)
-            for name in [*(candidates or ())]:
-                if all(row.name != name for row in rows):
-                    self.notes.append(f"{name!r} is for other devices than these.")
+            names = {row.name for row in rows}
+            unused = [name for name in candidates or () if name not in names]
+            self.notes += [f"{x!r} is for other devices than these." for x in unused]
             if not rows:
                 fact = f"plan: no candidate is for {[*self.slices]}"
                 fix = "Give functions of a mesh, or layout maps on one of these devices"
@@ -252,15 +252,14 @@ class _Search:
         """Returns the smallest change with which something fits, compiled."""
         large = [row for row in rows if row.peak_bytes > row.memory_bytes]
         plain = [row for row in large if not row.step_options]
-        for row in sorted(plain, key=lambda row: row.peak_bytes)[:1]:
-            for smaller in self._changed(row):
-                if time.monotonic() >= self.deadline:
-                    line = "The budget ended while looking for what would fit."
-                    self.notes.append(line)
-                    return []
-                self._compile(changed := [smaller], iter([0]))
-                if changed[0].fits and changed[0].source != "estimated":
-                    return changed
+        plain.sort(key=lambda row: row.peak_bytes)
+        for smaller in self._changed(plain[0]) if plain else ():
+            if time.monotonic() >= self.deadline:
+                self.notes.append("The budget ended while looking for what would fit.")
+                break
+            self._compile(changed := [smaller], iter([0]))
+            if changed[0].fits and changed[0].source != "estimated":
+                return changed
         return []
 
     def _changed(self, row: Row) -> Iterator[Row]:
