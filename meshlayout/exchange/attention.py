@@ -7,7 +7,7 @@ over another axis, stay where they are.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_a
 from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
 from meshlayout.exchange.rotation import attend_on_ring
 from meshlayout.mesh import Mesh
-
-
-Window: TypeAlias = int | Sequence[int]
 
 
 class FlaxArguments(TypedDict, total=False):
@@ -45,7 +42,7 @@ def ring_attention(
     axis: str,
     causal: bool,
     segment_ids: jax.Array | None = None,
-    window: Window | None = None,
+    window: int | Sequence[int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
@@ -119,7 +116,7 @@ def all_to_all_attention(
     axis: str,
     causal: bool,
     segment_ids: jax.Array | None = None,
-    window: Window | None = None,
+    window: int | Sequence[int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
@@ -161,7 +158,7 @@ def _attend(
     mesh: Mesh | jax.sharding.Mesh | None,
     causal: bool,
     segment_ids: jax.Array | None,
-    window: Window | None,
+    window: int | Sequence[int] | None,
     scale: float | None,
     softcap: float | None,
     mask: jax.Array | None,
@@ -254,11 +251,10 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
     sizes = {"positions": q.shape[1], "positions of keys": k.shape[1]}
     for name, number in {**sizes, "heads of keys": k.shape[2]}.items():
         if number % axis.size:
-            fact = (
-                f"{number} {name} do not divide among {axis.size} devices of mesh axis"
-            )
+            fact = f"{number} {name} do not divide among {axis.size} devices"
             hint = f"{nearest(number, axis.size)} ring_attention takes any number."
-            raise LayoutError(f"all_to_all_attention: {fact} {axis.name!r}. {hint}")
+            msg = f"all_to_all_attention: {fact} of mesh axis {axis.name!r}. {hint}"
+            raise LayoutError(msg)
 
     # By layouts, which the compiler makes all-to-alls of: under `shard_map` along one
     # axis it gathers the shards of all others first.
