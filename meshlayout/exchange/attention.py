@@ -23,21 +23,14 @@ from meshlayout.exchange.rotation import attend_on_ring
 from meshlayout.mesh import Mesh
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Options of attention that are rarely given, and those that Flax gives."""
+class FlaxArguments(TypedDict, total=False):
+    """What Flax passes to each attention function; most of it must be None."""
 
-    scale: float | None
-    softcap: float | None
-    mask: jax.Array | None
-    dtype: DTypeLike | None
-    precision: Precision
     is_causal: bool  # or else `causal`
-    dropout_rate: float
-    deterministic: bool
-    dropout_rng: jax.Array | None
-    broadcast_dropout: bool
     bias: None
     module: None  # to sow the weights, which no device has
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
 
 
 @_checks.user_call
@@ -50,8 +43,15 @@ def ring_attention(
     causal: bool,
     segment_ids: jax.Array | None = None,
     window: int | Sequence[int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
-    **options: Unpack[AttentionOptions],
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis.
 
@@ -74,16 +74,18 @@ def ring_attention(
             in packed rows.
         window: How many positions before and after are seen, or a pair of the two;
             devices then send only as far as it reaches.
+        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
+        softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
         mesh: The mesh, where nothing else says it.
-        **options: `scale`: what scores are multiplied by, by default 1 /
-            sqrt(head_dim). `softcap`: the bound of scores, which become softcap *
-            tanh(scores / softcap). `mask`: bools, or numbers of which 0 is False, as
-            Flax makes them, that broadcast to (*batch, heads, length, length); each
-            device holds its rows of it, whole, while `causal` and `segment_ids` take
-            no such memory. `dtype`: what q, k and v are cast to. `precision`: of the
-            products, as in `jax.lax.dot`. And what Flax passes: `is_causal`, the same
-            as `causal`; `dropout_rate`, which must be 0 unless `deterministic`; `bias`
-            and `module`, which must be None.
+        mask: Bools, or numbers of which 0 is False, as Flax makes them, that broadcast
+            to (*batch, heads, length, length). Each device holds its rows of it, whole;
+            `causal` and `segment_ids` take no such memory.
+        dtype: What q, k and v are cast to.
+        precision: Of the products, as in `jax.lax.dot`.
+        dropout_rate: Must be 0, unless `deterministic`.
+        deterministic: Whether nothing is dropped, whatever the rate.
+        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
+            `module` must be None.
 
     Returns:
         An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
@@ -115,8 +117,15 @@ def all_to_all_attention(
     causal: bool,
     segment_ids: jax.Array | None = None,
     window: int | Sequence[int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
-    **options: Unpack[AttentionOptions],
+    mask: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    precision: Precision = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **flax: Unpack[FlaxArguments],
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis, by heads.
 
@@ -146,11 +155,18 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     axis: str,
+    mesh: Mesh | jax.sharding.Mesh | None,
     causal: bool,
     segment_ids: jax.Array | None,
     window: int | Sequence[int] | None,
-    mesh: Mesh | jax.sharding.Mesh | None,
-    options: AttentionOptions,
+    scale: float | None,
+    softcap: float | None,
+    mask: jax.Array | None,
+    dtype: DTypeLike | None,
+    precision: Precision,
+    dropout_rate: float,
+    deterministic: bool,
+    flax: FlaxArguments,
 ) -> jax.Array:
     """Checks arguments, and calls what exchanges shards if there is an axis for it."""
 
@@ -158,16 +174,15 @@ def _attend(
         if not passes:
             raise LayoutError(f"{where}: {fact}.{fix and ' '}{fix}")
 
-    allowed = AttentionOptions.__annotations__
-    for name, value in options.items():
+    allowed = FlaxArguments.__annotations__
+    for name, value in flax.items():
         known = name in allowed and (value is None or name not in ("bias", "module"))
         fix = "Leave out sow_weights." if name == "module" else "Leave it out."
         check(known, f"{name}={_checks.shown(value)} is not supported", fix)
-    rate = options.get("dropout_rate", 0.0)
+    no_dropout = deterministic or dropout_rate == 0
     fix = "Drop features of the result instead, or give deterministic=True."
-    passes = options.get("deterministic") or rate == 0
-    check(passes, f"dropout_rate={rate}: no device has all weights", fix)
-    q, k, v = (jnp.asarray(x, options.get("dtype")) for x in (q, k, v))
+    check(no_dropout, f"dropout_rate={dropout_rate}: no device has all weights", fix)
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     shape, rows, spec = q.shape, q.shape[:-3] or (1,), jax.typeof(q).sharding.spec
     shapes = f"got query {shape}, key {k.shape} and value {v.shape}"
     fits = q.ndim == k.ndim >= 3 and k.shape == v.shape
@@ -188,7 +203,7 @@ def _attend(
         fact = f"segment_ids of shape {ids.shape} are not one for each query"
         check(fits, f"{fact} and key, {shapes}", "Give mask= instead.")
         segment_ids = ids.reshape(-1, length)
-    if (mask := options.get("mask")) is not None:
+    if mask is not None:
         mask, full = jnp.asarray(mask), (*rows, heads, length, key_length)
         sizes = (*(1,) * (len(full) - mask.ndim), *mask.shape)
         fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
@@ -200,7 +215,7 @@ def _attend(
         groups = (1, 1) if sizes[-3] == 1 else (kv_heads, heads // kv_heads)
         mask = jnp.moveaxis(mask.reshape(-1, *groups, *full[-2:]), 3, 1)
     causal = _checks.choice("causal", causal, (True, False), where=where)
-    causal = bool(causal or options.get("is_causal"))
+    causal = bool(causal or flax.get("is_causal"))
     reach = None
     if window is not None:
         pair = window if isinstance(window, Sequence) else (window, window)
@@ -212,12 +227,11 @@ def _attend(
         after = 0 if causal else after
         is_all = before >= key_length and (causal or after >= key_length)
         reach = None if is_all else (before, after)
-    scale = options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.number("scale", scale, where=where)
-    if (softcap := options.get("softcap")) is not None:
+    if softcap is not None:
         softcap = _checks.number("softcap", softcap, above=0, where=where)
-    rules = Rules(causal, reach, scale, softcap, options.get("precision"))
+    rules = Rules(causal, reach, scale, softcap, precision)
     q = q.reshape(*q.shape[:2], kv_heads, heads // kv_heads, q.shape[-1])
     inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(axis, mesh, where)
