@@ -24,7 +24,7 @@ from meshlayout.mesh import Mesh
 
 
 class FlaxArguments(TypedDict, total=False):
-    """What Flax passes to each attention function; most of it must be None."""
+    """What Flax's NNX passes besides; Linen passes only what signatures name."""
 
     is_causal: bool  # or else `causal`
     bias: None

@@ -235,22 +235,15 @@ class _Grid:
 
 
 def _run(
-    grid: _Grid,
-    layer: Callable[[PyTree, X], X],
-    params: PyTree,
-    x: X,
-    *,
-    remat: bool,
+    grid: _Grid, layer: Callable[[PyTree, X], X], params: PyTree, x: X, *, remat: bool
 ) -> X:
     """Runs the schedule, for parameters of shape (rounds, stages, layers, ...)."""
-    rounds, size, num_layers = jax.tree.leaves(params)[0].shape[:3]
+    rounds, size, depth = jax.tree.leaves(params)[0].shape[:3]
     count, period = grid.split[1], size * rounds
     per_stage = -(-count // size)  # microbatches that each stores
     stage_of = jnp.arange(size, dtype="int32")
 
-    layers = [
-        jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(num_layers)
-    ]
+    layers = [jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(depth)]
 
     def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
         def pick(p: jax.Array) -> jax.Array:
