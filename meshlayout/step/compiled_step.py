@@ -377,12 +377,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
-            windows = [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]
-            hidden = frozenset[str]()
-            if windows:
+            if windows := [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]:
                 placed = treedef.unflatten(map(_placed, leaves, program.layouts))
                 hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
-            result = run_without(hidden, inner) if hidden else inner()
+                inner = functools.partial(run_without, hidden, inner)
+            result = inner()
         if self._donates:
             shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}
             others = map(jnp.shape, jax.tree.leaves((args[1:], kwargs)))
