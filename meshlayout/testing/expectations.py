@@ -119,8 +119,10 @@ def expect_communication(
     for kind, count in counts.items():
         if kind not in KINDS:
             near = did_you_mean(kind, (*KINDS, "only", "max_wire_bytes"))
-            msg = f"{kind!r} is not a kind of collective; these are:"
-            raise VerificationError(f"{msg} {', '.join(KINDS)}.{near}")
+            msg = (
+                f"{kind!r} is not a kind of collective; these are: {', '.join(KINDS)}."
+            )
+            raise VerificationError(msg + near)
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)
