@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import operator
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -337,7 +338,8 @@ def checked_columns(
             used = [name for name in known if name in names]
             known = names if by_name else used or known
         if names != known:
-            mine, theirs = (", ".join(map(str, x)) for x in (names, known))
+            texts = (", ".join(map(str, each)) for each in (names, known))
+            mine, theirs = (textwrap.shorten(text, 200) for text in texts)
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
             raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
     return columns
