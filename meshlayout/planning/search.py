@@ -27,6 +27,7 @@ from meshlayout.step import make_train_step
 
 
 _Change: TypeAlias = Callable[[Row], Row]
+_RECOMPUTING: _Change = functools.partial(Row.with_options, remat="blocks")
 
 _NUM_COMPILED, _MOST_COMPILED = 4, 12  # at the least and at the most, without a budget
 _HOST_BYTES = 4 * 2**30  # that a compilation may take, to say how many go at once
@@ -165,8 +166,8 @@ class _Search:
         """Yields a candidate as it is, recomputing, and with what memory needs."""
         yield (row := self._estimate(row))
         changes, fits = [] if row.error else [*self._options(row)], row.fits
-        if _recomputing in changes:
-            yield (again := self._estimate(row, _recomputing))
+        if _RECOMPUTING in changes:
+            yield (again := self._estimate(row, _RECOMPUTING))
             fits = fits or again.fits
         if changes and not fits:
             yield from itertools.islice(self._smaller(row, changes), 1)
@@ -175,7 +176,7 @@ class _Search:
         """Yields options of a candidate that take less memory."""
         given = {**self.problem.options, **row.step_options}
         if "remat" not in given and self.problem.has_blocks:
-            yield _recomputing
+            yield _RECOMPUTING
         if "accumulate" not in given:
             for count in (2, 4, 8, 16, 32):
                 if row.rows % (row.num_row_shards * count) == 0:
@@ -274,10 +275,6 @@ class _Search:
     def _sharded(self, target: Slice) -> _Change:
         first = next(self._proposals(target))  # over all devices
         return lambda row: first.with_options(**row.step_options)
-
-
-def _recomputing(row: Row) -> Row:
-    return row.with_options(remat="blocks")
 
 
 def _cost(row: Row) -> float:
