@@ -122,6 +122,7 @@ class StepTrace:
             self.owners |= {frozenset(x): index for x in (factors[layer:], factors)}
         for op in self.operations:
             self._finish(op)
+        self._name(results[: self.num_params])
         self.flops = read_cost(traced).flops
         # The float32 arrays that only matrix products read.
         narrow = self._reads[True] - self._reads[False]
@@ -207,9 +208,26 @@ class StepTrace:
             shapes = [self.values[x].shape for x in (*op.inputs, *op.outputs)]
             window = min(shapes[1][0], shapes[2][0])  # of the kernel, or its gradient
             op.passed = op.inputs[0], heights, min(1.0, (window - 1) / shapes[0][1])
-        if op.flops:  # of a gradient, perhaps
-            owner = self.owners.get(frozenset(self.factors[op.outputs[0]]))
-            op.place = op.place if owner is None else self.modules[owner]
+
+    def _name(self, updated: list[Value]) -> None:
+        """Gives what computes a gradient its parameter's module, back from updates."""
+        makers = {x: op for op in self.operations for x in op.outputs}
+        first: dict[object, int] = {}  # of a stack of layers, what makes a layer
+        for index, value in enumerate(self.values):
+            first.setdefault(value.source, index)
+        for module, value in zip(self.modules, updated, strict=True):
+            stack = [self._indices.get(id(value), -1)]
+            while stack:
+                index = stack.pop()
+                op, size = makers.pop(index, None), self.values[index].size
+                if op is None:
+                    continue
+                if op.is_heavy:
+                    op.place = module
+                elif op.name in _LOOPS:
+                    stack.append(first[self.values[index].source])
+                else:
+                    stack += [x for x in op.inputs if self.values[x].size == size]
 
     def _lives(self) -> tuple[list[tuple[int, int, int]], ...]:
         """Returns the first and last operations of what is computed and needed again.
