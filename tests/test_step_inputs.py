@@ -218,6 +218,24 @@ def test_a_batch_with_its_weights_elsewhere_is_refused(mesh, make):
     assert said.startswith("the batch's weights are at 'mask', but the step looks for ")
 
 
+def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
+    data = jax.tree.map(lambda x: x[:13], DATA)
+    (batch,) = ml.distribute_dataset(data, mesh, global_batch_size=16)
+
+    def means(state, batch):
+        return state, batch["x"].mean()
+
+    def weighted(state, batch):
+        return state, jax.jit(jnp.dot)(batch["weight"], batch["x"]) / 13
+
+    with pytest.warns(UserWarning) as caught:
+        for step in (means, weighted):
+            ml.compile_step(step)({"w": jnp.zeros(2)}, batch)
+    assert [str(x.message).partition(",")[0] for x in caught] == [
+        "means does not read the batch's weights"
+    ]
+
+
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_weights_that_make_no_sense_are_refused_on_the_host(mesh, value, steps):

@@ -34,7 +34,12 @@ from meshlayout.parallel.factors import (
     union,
 )
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
-from meshlayout.state.creation import eager_sharding_off, is_array, trace
+from meshlayout.state.creation import (
+    eager_sharding_off,
+    is_array,
+    start_training,
+    trace,
+)
 
 
 Model: TypeAlias = PyTree
@@ -116,7 +121,10 @@ def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     with _checks.noted(f"while {where} builds the model"):
         traced = trace(model_or_build)
     _checks.has_arrays("what model_or_build returned", traced.node, **context)
-    return traced.rebuild(traced.leaves)
+    model = traced.rebuild(traced.leaves)
+    if isinstance(model, nnx.Module):
+        start_training(model)
+    return model
 
 
 def _as_function(

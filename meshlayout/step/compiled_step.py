@@ -23,6 +23,7 @@ from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
@@ -367,6 +368,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
+            if is_compared and self._donates and marked_weights:
+                is_read = _jax.operands_of(jaxpr.jaxpr)
+                check_padding(self.__name__, program.arguments, is_read)
             result = run_without(hidden, lambda: self._inner(*args, **kwargs))
         if self._donates:
             program.shapes |= set(map(jnp.shape, jax.tree.leaves(args[0])))

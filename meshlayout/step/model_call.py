@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,8 +11,10 @@ from flax import linen as nn, nnx
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
+from meshlayout.errors import stack_level
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
+from meshlayout.state.creation import start_training
 from meshlayout.state.precision import PrecisionPolicy, cast
 from meshlayout.step.interception import (
     Interceptor,
@@ -64,7 +67,15 @@ def call_model(
                 mutable=[*others, *_PASSING],
             )
         model = state.replace(params=params).model
-        (model.train if train else model.eval)()
+        if not train:
+            model.eval()
+        elif not start_training(model):
+            msg = (
+                "the model was built in evaluation mode, and a train step keeps it: no "
+                "dropout, no batch statistics. Call model.train() in its builder, "
+                "unless its layers are frozen."
+            )
+            warnings.warn(msg, stacklevel=stack_level())
         return model
 
     def call() -> tuple[Any, dict[str, Any], PyTree]:
