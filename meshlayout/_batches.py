@@ -11,8 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -235,14 +233,15 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
 def check_padding(step: str, arguments: PyTree, is_read: list[bool]) -> None:
     """Warns if a step does not read the weights of a batch that may hold padding."""
     leaves = jax.tree.leaves(arguments)
-    if len(leaves) == len(is_read):  # else some are static
-        if any(map(is_marked, itertools.compress(leaves, map(operator.not_, is_read)))):
-            msg = (
-                f"{step} does not read the batch's weights, so rows that pad a short "
-                "batch count as examples. Multiply losses by the weights and divide by "
-                "their sum, or give distribute_dataset remainder='drop'."
-            )
-            warnings.warn(msg, stacklevel=stack_level())
+    if len(leaves) != len(is_read):  # some are static
+        return
+    if any(is_marked(x) and not y for x, y in zip(leaves, is_read, strict=True)):
+        msg = (
+            f"{step} does not read the batch's weights, so rows that pad a short batch "
+            "count as examples. Multiply losses by the weights and divide by their "
+            "sum, or give distribute_dataset remainder='drop'."
+        )
+        warnings.warn(msg, stacklevel=stack_level())
 
 
 def is_marked(leaf: Leaf) -> bool:

@@ -257,8 +257,8 @@ def test_a_report_on_placed_arrays_says_where_they_are(mesh):
     report = layouts.explain({"w": ml.arrays.ones((8, 16), mesh.layout(None, "model"))})
     assert report.bytes_per_device == 8 * 16 * 4 // 4
     assert report.notes == [
-        "placed: w: [unsharded, model], not by this map, which gives [unsharded, "
-        "unsharded] (default)"
+        "placed: w: [unsharded, model], where this map gives [unsharded, unsharded] "
+        "(default)"
     ]
     assert "[unsharded, model]  (placed)" in str(report)
     assert report["w"].placed == mesh.layout(None, "model")

@@ -217,7 +217,7 @@ def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
 
 
 def _placed_text(x: Resolution) -> str | None:
-    text = f"{x.placed}, not by this map, which gives {x.layout} ({x.rule or x.reason})"
+    text = f"{x.placed}, where this map gives {x.layout} ({x.rule or x.reason})"
     return text if x.placed else None
 
 

@@ -6,6 +6,7 @@ travel along as static code.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -18,9 +19,10 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout.errors import StateError
+from meshlayout.errors import StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
+from meshlayout.layout_map.report import nearest_paths
 from meshlayout.state.creation import (
     StateDescription,
     T,
@@ -326,7 +328,19 @@ def optimizer_by_path(
     parts: dict[Hashable, optax.GradientTransformation] = {
         str(i): tx or optax.set_to_zero() for i, tx in enumerate(values)
     }
-    return optax.multi_transform(parts, labels)
+    tx = optax.multi_transform(parts, labels)
+
+    def init(params: PyTree) -> Any:
+        paths = [leaf.path for leaf in _paths.flatten(params).leaves]
+        for text, pattern in zip(optimizers, patterns, strict=True):
+            if not any(map(pattern.search, paths)):
+                near = ", ".join(nearest_paths(text, paths))
+                msg = f"optimizer_by_path: the pattern {text!r} matches no parameter."
+                hint = f"{msg} Nearest: {near}." if near else msg
+                warnings.warn(hint, stacklevel=stack_level())
+        return tx.init(params)
+
+    return tx._replace(init=init)
 
 
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
