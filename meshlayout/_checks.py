@@ -140,6 +140,14 @@ def choice(
     raise _refusal(name, value, what, **context)
 
 
+def option(where: str, name: str, known: Iterable[str]) -> None:
+    """Raises an error for an option that is not known."""
+    hint = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+    if hint and name not in known:
+        raise MeshLayoutError(f"{where} got {name}=. {hint}")
+    choice(f"an option of {where}", name, known)
+
+
 def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression."""
     try:
@@ -280,6 +288,8 @@ _MEANINGS = {
     "Array has been deleted": "A step has used up the state that this array is of. "
     "Continue with the state that the step returned.",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
+    "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
+    "take precision='bfloat16' there.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
 }
 
@@ -307,6 +317,28 @@ _REFLEXES = {
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset": "Write distribute_dataset(data, mesh, global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
+    "state_dict": "Write ml.checkpoint.save_safetensors(file, state.params).",
+    "load_state_dict": "Write params = ml.checkpoint.load_safetensors(file, "
+    "state.params); state = state.replace(params=params).",
+    "TrainState.to": "Layouts place arrays: TrainState.create(build, tx, layouts).",
+    "TrainState.cuda": "Layouts place arrays: TrainState.create(build, tx, layouts).",
+    "TrainState.parameters": "Write state.params.",
+    "TrainState.train": "Leave it out: a train step sets it.",
+    "TrainState.eval": "Leave it out, or write model = state.model; model.eval().",
+    "fully_shard": "Write ml.parallel.fsdp(mesh), a map for TrainState.create.",
+    "FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
+    "init_process_group": "Write ml.initialize().",
+    "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
+    "shard_axis": "Write axes='fsdp'.",
+    "max_grad_norm": "Write clip_norm=1.0.",
+    "gradient_clip_val": "Write clip_norm=1.0.",
+    "gradient_accumulation_steps": "Write accumulate=4.",
+    "no_sync": "Write accumulate=4: gradients are summed once for each update.",
+    "Trainer.max_epochs": "It is an argument of fit: fit(data, epochs=3).",
+    "Trainer.callbacks": "It is an argument of fit: fit(data, callbacks=[...]).",
+    "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
+    "Trainer.devices": "The mesh has the devices: ml.create_mesh({'batch': 8}).",
+    "Trainer.strategy": "The layouts of the state say it: ml.parallel.fsdp(mesh).",
     "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
     "class_weight": "Weights go into the data: 'weight': class_weights[y].",
 }
@@ -360,7 +392,9 @@ def _check_call(
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
-    """Raises AttributeError, which names a near attribute and where to look."""
+    """Raises AttributeError, which says what to write instead, or where to look."""
+    if hint := _REFLEXES.get(name):
+        raise AttributeError(f"{owner} has no attribute {name!r}. {hint}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")

@@ -379,7 +379,7 @@ REFUSED = {
     "a module": (
         lambda: ml.compile_step(doubled)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 1),
         "doubled: the state holds an NNX module, no pytree of arrays. Pass what "
-        "nnx.split(module) gives, or a TrainState.",
+        "nnx.split(module) gives, or a TrainState; or keep @nnx.jit.",
     ),
 }
 

@@ -407,7 +407,8 @@ BAD_BUILDERS = [
         lambda: nnx.Linear(8, 8, rngs=RNGS),
         "the builder changes an NNX object that was made outside of it, such as "
         "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), layouts); "
-        "or, inside ml.scope(layouts), give it as an argument. (",
+        "or, inside ml.scope(layouts), give it as an argument. Of a model that exists, "
+        "return nnx.clone(model). (",
     ),
     (
         3,

@@ -119,7 +119,7 @@ class Channel:
                 watch.post_wait(waited_s, self._key(turn), what, late)
 
     def _blaming(self, problem: watch.PeerError) -> MeshLayoutError:
-        """Returns the error of a problem; `watch` reads it, tracebacks do not show it."""
+        """Returns the error of a problem, hidden in it: it is for `watch` to read."""
         error = self._error(problem.args[0])
         error.__context__, error.__suppress_context__ = problem, True
         return error

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
-from meshlayout.errors import StateError, did_you_mean
+from meshlayout.errors import StateError
 
 
 @_checks.user_call
@@ -59,10 +59,13 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
         return precision
     if isinstance(precision, str) and precision in _NAMED:
         return _NAMED[precision]
+    text = getattr(precision, "__name__", str(precision))  # as of jnp.bfloat16
+    marks = {"bf": "bfloat16", "16": "float16", "32": "float32"}
+    near = next((f" Did you mean {marks[x]!r}?" for x in marks if x in text), "")
     msg = (
         f"precision={precision!r} is none of {', '.join(map(repr, _NAMED))}, or a "
         "PrecisionPolicy(compute, output). A layer that should compute in another "
-        f"dtype names it itself: dtype=.{did_you_mean(precision, _NAMED)}"
+        f"dtype names it itself: dtype=.{near}"
     )
     raise StateError(msg)
 

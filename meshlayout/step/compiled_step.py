@@ -411,7 +411,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._donates and _paths.holds_modules(args[:1]):
             msg = (
                 f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
-                "Pass what nnx.split(module) gives, or a TrainState."
+                "Pass what nnx.split(module) gives, or a TrainState; or keep @nnx.jit."
             )
             raise StepError(msg)
         donated = {*map(id, jax.tree.leaves(args[: self._donates]))}
