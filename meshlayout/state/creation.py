@@ -284,13 +284,13 @@ def start_training(model: nnx.Module) -> bool:
 
     A layer that was built in evaluation mode keeps it.
     """
-    modes: list[bool] = []
+    is_evaluating: list[bool] = []
     for _, module in nnx.iter_modules(model):
         for name in {"deterministic", "use_running_average"} & {*vars(module)}:
             if getattr(module, name) is None:
                 setattr(module, name, False)
-            modes.append(getattr(module, name))
-    return not modes or not all(modes)
+            is_evaluating.append(getattr(module, name))
+    return not is_evaluating or not all(is_evaluating)
 
 
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:

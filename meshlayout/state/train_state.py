@@ -334,10 +334,9 @@ def optimizer_by_path(
         paths = [leaf.path for leaf in _paths.flatten(params).leaves]
         for text, pattern in zip(optimizers, patterns, strict=True):
             if not any(map(pattern.search, paths)):
-                near = ", ".join(nearest_paths(text, paths))
-                msg = f"optimizer_by_path: the pattern {text!r} matches no parameter."
-                hint = f"{msg} Nearest: {near}." if near else msg
-                warnings.warn(hint, stacklevel=stack_level())
+                near = ", ".join(nearest_paths(text, paths)) or "none"
+                msg = f"optimizer_by_path: {text!r} matches no path. Nearest: {near}."
+                warnings.warn(msg, stacklevel=stack_level())
         return tx.init(params)
 
     return tx._replace(init=init)

@@ -70,12 +70,9 @@ def call_model(
         if not train:
             model.eval()
         elif not start_training(model):
-            msg = (
-                "the model was built in evaluation mode, and a train step keeps it: no "
-                "dropout, no batch statistics. Call model.train() in its builder, "
-                "unless its layers are frozen."
-            )
-            warnings.warn(msg, stacklevel=stack_level())
+            msg = "the model was built in evaluation mode, and a train step keeps it. "
+            hint = "Call model.train() in its builder, unless its layers are frozen."
+            warnings.warn(msg + hint, stacklevel=stack_level())
         return model
 
     def call() -> tuple[Any, dict[str, Any], PyTree]:
