@@ -159,8 +159,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
-        Each access makes a new one: what you set in it is not set in the state, whose
-        arrays are in `params` and `model_state`. A Linen module is bound with its other
+        Each access makes a new one, in the mode in which it was built: to predict, call
+        its `eval()`. What you set in it is not set in the state. A Linen module is bound with its other
         collections mutable; read them back with `model_state_of`.
         """
         self._num_steps()
