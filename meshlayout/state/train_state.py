@@ -160,8 +160,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         """The model with these parameters: an NNX module, or a bound Linen module.
 
         Each access makes a new one, in the mode in which it was built: to predict, call
-        its `eval()`. What you set in it is not set in the state. A Linen module is bound with its other
-        collections mutable; read them back with `model_state_of`.
+        its `eval()`. What you set in it is not set in the state. A Linen module is
+        bound with its other collections mutable; read them by `model_state_of`.
         """
         self._num_steps()
         code = self.program
