@@ -34,12 +34,8 @@ from meshlayout.parallel.factors import (
     union,
 )
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
-from meshlayout.state.creation import (
-    eager_sharding_off,
-    is_array,
-    start_training,
-    trace,
-)
+from meshlayout.state.creation import eager_sharding_off, is_array, trace
+from meshlayout.state.train_state import start_training
 
 
 Model: TypeAlias = PyTree

@@ -279,20 +279,6 @@ def eager_sharding() -> bool:
     return hasattr(nnx, "using_eager_sharding") and nnx.using_eager_sharding()
 
 
-def start_training(model: nnx.Module) -> bool:
-    """Sets training mode where no mode is set; returns whether any layer is in it.
-
-    A layer that was built in evaluation mode keeps it.
-    """
-    is_evaluating: list[bool] = []
-    for _, module in nnx.iter_modules(model):
-        for name in {"deterministic", "use_running_average"} & {*vars(module)}:
-            if getattr(module, name) is None:
-                setattr(module, name, False)
-            is_evaluating.append(getattr(module, name))
-    return not is_evaluating or not all(is_evaluating)
-
-
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
     """Marks variables as Flax does while eager sharding is on.
 

@@ -342,6 +342,20 @@ def optimizer_by_path(
     return tx._replace(init=init)
 
 
+def start_training(model: nnx.Module) -> bool:
+    """Sets training mode where no mode is set; returns whether any layer is in it.
+
+    A layer that was built in evaluation mode keeps it.
+    """
+    is_evaluating: list[bool] = []
+    for _, module in nnx.iter_modules(model):
+        for name in {"deterministic", "use_running_average"} & {*vars(module)}:
+            if getattr(module, name) is None:
+                setattr(module, name, False)
+            is_evaluating.append(getattr(module, name))
+    return not is_evaluating or not all(is_evaluating)
+
+
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:
     # Into plain dicts: flattening an nnx.State takes JAX several times as long, and
     # every call of a step flattens its state.

@@ -14,8 +14,8 @@ from meshlayout._annotations import PyTree
 from meshlayout.errors import stack_level
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
-from meshlayout.state.creation import start_training
 from meshlayout.state.precision import PrecisionPolicy, cast
+from meshlayout.state.train_state import start_training
 from meshlayout.step.interception import (
     Interceptor,
     Interceptors,
