@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks, _paths
-from meshlayout._annotations import Batch, Leaf
-from meshlayout.errors import StepError
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout.errors import StepError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
@@ -220,6 +221,20 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     msg = f"the batch's weights are at {place!r}, but the step looks for them at "
     msg += f"{key!r}, so that padding would count as examples. Give weights={place!r} "
     raise StepError(f"{msg}to the step, or weights={key!r} to the dataset.")
+
+
+def check_padding(step: str, arguments: PyTree, is_read: list[bool]) -> None:
+    """Warns if a step does not read the weights of a batch that may hold padding."""
+    leaves = jax.tree.leaves(arguments)
+    if len(leaves) != len(is_read):  # some are static
+        return
+    if any(is_marked(x) and not y for x, y in zip(leaves, is_read, strict=True)):
+        msg = (
+            f"{step} does not read the batch's weights, so rows that pad a short batch "
+            "count as examples. Multiply losses by the weights and divide by their "
+            "sum, or give distribute_dataset remainder='drop'."
+        )
+        warnings.warn(msg, stacklevel=stack_level())
 
 
 def is_marked(leaf: Leaf) -> bool:

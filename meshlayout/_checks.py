@@ -138,6 +138,14 @@ def choice(
     raise _refusal(name, value, what, **context)
 
 
+def option(where: str, name: str, known: Iterable[str]) -> None:
+    """Raises an error for an option that is not known."""
+    hint = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+    if hint and name not in known:
+        raise MeshLayoutError(f"{where} got {name}=. {hint}")
+    choice(f"an option of {where}", name, known)
+
+
 def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression."""
     try:
@@ -278,6 +286,8 @@ _MEANINGS = {
     "Array has been deleted": "A step has used up the state that this array is of. "
     "Continue with the state that the step returned.",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
+    "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
+    "take precision='bfloat16' there.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
@@ -291,6 +301,28 @@ _REFLEXES = {
     "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
+    "state_dict": "Write ml.checkpoint.save_safetensors(file, state.params).",
+    "load_state_dict": "Write params = ml.checkpoint.load_safetensors(file, "
+    "state.params); state = state.replace(params=params).",
+    "TrainState.to": "Layouts place arrays: TrainState.create(build, tx, layouts).",
+    "TrainState.cuda": "Layouts place arrays: TrainState.create(build, tx, layouts).",
+    "TrainState.parameters": "Write state.params.",
+    "TrainState.train": "Leave it out: a train step sets it.",
+    "TrainState.eval": "Leave it out, or write model = state.model; model.eval().",
+    "fully_shard": "Write ml.parallel.fsdp(mesh), a map for TrainState.create.",
+    "FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
+    "init_process_group": "Write ml.initialize().",
+    "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
+    "shard_axis": "Write axes='fsdp'.",
+    "max_grad_norm": "Write clip_norm=1.0.",
+    "gradient_clip_val": "Write clip_norm=1.0.",
+    "gradient_accumulation_steps": "Write accumulate=4.",
+    "no_sync": "Write accumulate=4: gradients are summed once for each update.",
+    "Trainer.max_epochs": "It is an argument of fit: fit(data, epochs=3).",
+    "Trainer.callbacks": "It is an argument of fit: fit(data, callbacks=[...]).",
+    "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
+    "Trainer.devices": "The mesh has the devices: ml.create_mesh({'batch': 8}).",
+    "Trainer.strategy": "The layouts of the state say it: ml.parallel.fsdp(mesh).",
     "summary": "print(state) is the summary.",
     "optimizer": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
     "learning_rate": "Write trainer.state = trainer.state.replace(tx=adam(1e-4)).",

@@ -186,9 +186,9 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
     return [jaxpr for jaxpr in inner if hasattr(jaxpr, "eqns")]
 
 
-def operands_of(jaxpr: Any, index: int) -> list[bool]:
-    """Returns for each operand of a jaxpr whether one of its results depends on it."""
-    is_used = [number == index for number in range(len(jaxpr.outvars))]
+def operands_of(jaxpr: Any, index: int | None = None) -> list[bool]:
+    """Returns for each operand of a jaxpr whether a result, or any, depends on it."""
+    is_used = [index in (None, number) for number in range(len(jaxpr.outvars))]
     return partial_eval.dce_jaxpr(jaxpr, is_used)[1]
 
 

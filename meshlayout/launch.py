@@ -27,6 +27,7 @@ REPORT_VARIABLE = "MESHLAYOUT_LAUNCHER_REPORT"  # where a process writes who fai
 _RESTART_STATUS = 75  # EX_TEMPFAIL: "saved, start me again"
 _GRACE_S = 1.5  # for the others to name whom they lost; then SIGTERM, and twice that
 _SAVE_S = 60.0  # for the others to save, once one has ended with status 75
+_STOP_S = 300.0  # for all to save and end, once they have been told to
 _KEPT_LINES = 30
 _LONGEST_LINE = 2**20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,9 +43,10 @@ stdin. Examples:
 
 If a process ends with an error or is killed, all are ended. The exit status is that of
 the process that failed first (128 + N after signal N), or 1 where that is 0. SIGINT,
-SIGTERM and SIGHUP are passed on to all processes; a second one kills them. Status 75
-means "saved, start me again": the others may finish their save. On a TPU machine one
-process drives all chips: start the script without the launcher."""
+SIGTERM and SIGHUP are passed on to all processes; a second one kills those that are
+left, and so do five minutes. Status 75 means "saved, start me again": the others may
+finish their save. On a TPU machine one process drives all chips: start the script
+without the launcher."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,6 +195,7 @@ class _Job:
             if kind == "signal":
                 self._send(signal.SIGKILL if self.request else number)
                 self.request = number
+                timeout = timeout or (_STOP_S if steps else None)
                 continue
             code = ends[number] = self._processes[number].returncode
             left = len(self._processes) - len(ends)
@@ -222,6 +225,7 @@ class _Job:
         code = ends[first]
         if code != _RESTART_STATUS and self.request is None:
             _say(f"process {first} {_fate(code)}, which ended the others. It said:")
+            first = first if code else failed[0]  # the one that still needed it
             sys.stderr.writelines(f"[{first}] {line}" for line in self._tails[first])
             sys.stderr.flush()
         return 128 - code if code < 0 else code or 1

@@ -211,6 +211,8 @@ def train(job) -> None:
             state, total = train_step(state, batch)
             assert float(total) == 4 * count
             fault_at("host")
+            if job["fault"] == "gather" and is_victim and step == _FAULTY:
+                ml.to_numpy(batch)
             if step in (_FAULTY - 2, _FAULTY):
                 checkpointer.save(step, state)
                 fault_at("save")

@@ -194,7 +194,7 @@ def test_a_run_that_is_stuck_ends_and_says_who_is_behind(job, ends):
             assert said.startswith(opening + words)
 
 
-@jobs((2, "meet", "step", 1), (2, "meet", "host", 1))
+@jobs((2, "meet", "step", 1), (2, "meet", "host", 1), (2, "gather", "host", 1))
 def test_a_process_alone_in_a_meeting_is_named_long_before_its_time_out(job, ends):
     # The other one is in a step, or waits in a save.
     where = {"step": " in step 5.", "host": " in the same save or restore"}[job[0][2]]
@@ -203,7 +203,8 @@ def test_a_process_alone_in_a_meeting_is_named_long_before_its_time_out(job, end
         assert end.after_s < 25
         (said,) = said_by(end)
         assert re.search(r"process \d .*, and process \d ", said)
-        assert " in barrier 'extra'" in said
+        meeting = "extra" if job[0][1] == "meet" else "ml.to_numpy, which all"
+        assert f" in barrier '{meeting}" in said
         assert where in said
 
 

@@ -206,8 +206,8 @@ def test_processes_that_are_not_found_do_not_run_each_alone(name):
     assert message({}, {name: "4"}) == (
         f"initialize: {name}='4', but the other processes were not found, and each "
         "would run alone. Under SLURM, start the script with srun; on Kubernetes, `pip "
-        f"install kubernetes` lets JAX find them. {ALL_THREE} To run alone, give "
-        "num_processes=1."
+        "install kubernetes` lets JAX find them; in place of torchrun, write `python -m "
+        f"meshlayout.launch`. {ALL_THREE} To run alone, give num_processes=1."
     )
     assert process(find_settings({"num_processes": 1}, {name: "4"})) == ("", 1, 0)
 

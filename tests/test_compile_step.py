@@ -322,7 +322,7 @@ REFUSED = {
         lambda: called_with_one_array_as_both(sharded())
     ),
     "doubled: the state holds an NNX module, no pytree of arrays. Pass what "
-    "nnx.split(module) gives, or a TrainState.": (
+    "nnx.split(module) gives, or a TrainState; or keep @nnx.jit.": (
         lambda: ml.compile_step(doubled)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 1)
     ),
 }

@@ -395,7 +395,7 @@ BAD_BUILDERS = {
     lambda: nnx.Linear(8, 8, rngs=RNGS): "the builder changes an NNX object that was "
     "made outside of it, such as nnx.Rngs. Make it inside: create(lambda: "
     "Model(rngs=nnx.Rngs(0)), layouts); or, inside ml.scope(layouts), give it as an "
-    "argument. (",
+    "argument. Of a model that exists, return nnx.clone(model). (",
     3: f"create: build must be a function, got 3. {GIVE}",
     Block: "create: build is called as build(), but takes (features, rngs). " + GIVE,
     lambda: None: "create: the builder returned None. Does it end without `return`?",

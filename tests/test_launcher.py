@@ -34,13 +34,15 @@ LIMIT_S = 3.0 + 4.0
 class Launch:
     """A run of the launcher on a script, which may be given as its text."""
 
-    def __init__(self, folder, *arguments, script="", **environment):
+    def __init__(
+        self, folder, *arguments, script="", start="-m meshlayout.launch", **environment
+    ):
         if script:
             (folder / "script.py").write_text(PREAMBLE + script)
         self._files = folder / "out.txt", folder / "err.txt"
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshlayout.launch", *map(str, arguments)],
+                [sys.executable, *start.split(" ", 1), *map(str, arguments)],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                 stdout=out,
@@ -193,6 +195,16 @@ def test_a_signal_is_passed_on_and_kills_the_second_time(launch, number):
     first = (1, 128 + number) if number == signal.SIGINT else (128 + number,)
     assert run.wait() in (*first, 128 + signal.SIGKILL)
     assert "starting again" not in run.err
+
+
+def test_a_job_that_does_not_end_when_it_is_told_to_is_killed(launch):
+    start = "-c from meshlayout import launch; launch._STOP_S = 1; exit(launch.main())"
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\n"
+    script = f"{text}while True:\n    time.sleep(0.1)\n"
+    run = launch("-n", 2, "script.py", start=start, script=script)
+    run.wait_for("ready", 2)
+    run.process.terminate()
+    assert run.wait() == 128 + signal.SIGKILL
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(launch):

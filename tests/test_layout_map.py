@@ -257,14 +257,21 @@ def test_a_report_on_placed_arrays_says_where_they_are(mesh):
     report = layouts.explain({"w": ml.arrays.ones((8, 16), mesh.layout(None, "model"))})
     assert report.bytes_per_device == 8 * 16 * 4 // 4
     assert report.notes == [
-        "placed: w: [unsharded, model], not by this map, which gives [unsharded, "
-        "unsharded] (default)"
+        "placed: w: [unsharded, model], where this map gives [unsharded, unsharded] "
+        "(default)"
     ]
     assert "[unsharded, model]  (placed)" in str(report)
     assert report["w"].placed == mesh.layout(None, "model")
     assert report["w"].layout == mesh.layout(None, None)  # what the map says
     described = ml.LayoutMap(mesh, {"w": (None, "model")}).resolve({"w": array(8, 16)})
     assert report.to_lock() == described.to_lock()
+
+
+def test_shardings_are_those_that_jit_takes(mesh):
+    resolved = ml.LayoutMap(mesh, {"w": ("batch", None)}).resolve({"w": array(8, 8)})
+    double = jax.jit(lambda tree: tree["w"] * 2, in_shardings=(resolved.shardings,))
+    doubled = double({"w": jnp.ones((8, 8))})
+    assert doubled.sharding.is_equivalent_to(mesh.layout("batch", None).sharding, 2)
 
 
 def test_arrays_that_are_where_the_map_says_or_on_no_mesh_have_no_note(mesh):

@@ -531,6 +531,13 @@ REFUSED = {
         )
         for kind in (metrics.Accuracy, nnx.metrics.Average)
     },
+    "metric 'l': Mean: there is no 'loss' among the outputs and the entries of the batch "
+    "('losses', 'batch', 'label', 'image'). Did you mean 'losses'? A step reports the "
+    "loss itself, as metrics['loss'].": (
+        lambda: metrics.Metrics({"l": nnx.metrics.Average("loss")}).update_from(
+            outputs=None, batch=BATCH, losses=SCORES
+        )
+    ),
     "metric 'accuracy': Accuracy: there is no 'logits' among the outputs and the "
     "entries of the batch ('losses', 'batch', 'label', 'image', 'logit'). Did you mean "
     "'logit'? ml.metrics.Accuracy(predictions=...) takes the name or position of yours.": (

@@ -3,6 +3,7 @@
 Several devices that would all compute the same are an error; parts of anything are not.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -207,6 +208,23 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
 
 
 # Weights.
+
+
+def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
+    data = jax.tree.map(lambda x: x[:13], DATA)
+    (batch,) = ml.distribute_dataset(data, mesh, global_batch_size=16)
+
+    def means(state, batch):
+        return state, batch["x"].mean()
+
+    def weighted(state, batch):
+        return state, jax.jit(jnp.dot)(batch["weight"], batch["x"]) / 13
+
+    with pytest.warns(UserWarning, match="^means does not read the batch's weights,"):
+        ml.compile_step(means)({"w": jnp.zeros(2)}, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ml.compile_step(weighted)({"w": jnp.zeros(2)}, batch)
 
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])

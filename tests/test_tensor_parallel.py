@@ -209,6 +209,14 @@ def test_attention_is_cut_by_heads_and_experts_inside_each(mesh_2x4, name):
         assert note in note_of(layouts, tree, path)
 
 
+def test_attention_with_dropout_is_cut_by_heads(mesh_2x4):
+    options = {"dropout_rate": 0.1, "decode": False}
+    build = lambda: nnx.MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), **options)
+    layouts = tensor_parallel(mesh_2x4, build, shape(2, 3, 8))
+    resolved = layouts.resolve(jax.eval_shape(build))
+    assert resolved["query/kernel"].layout.specs == (None, "model", None)
+
+
 # Operations.
 
 

@@ -324,6 +324,15 @@ def test_fsdp_sends_no_more_than_the_hand_written_map(name, precision):
         assert sent <= 36.5e6
 
 
+def test_weights_are_gathered_in_bfloat16():
+    mesh = create_slice_mesh(batch=8)
+    layouts, work = ml.parallel.fsdp(mesh), fsdp_rules.WORKS["mlp"]
+    compiled = fsdp_rules.compiled_step(work, layouts, "bfloat16")
+    sent = read_communication(compiled, mesh).collectives
+    gathered = [array for x in sent if x.kind == "all_gather" for array in x.arrays]
+    assert {array.partition("[")[0] for array in gathered} == {"bf16"}
+
+
 def test_optimizer_state_on_the_host_is_no_argument_in_device_memory(capfd):
     work = fsdp_rules.WORKS["mlp"]
     mesh = create_slice_mesh(batch=8)

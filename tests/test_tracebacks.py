@@ -224,9 +224,31 @@ def test_reflexes_of_other_libraries_are_answered(state):
     tpu = ml.distribute.TPUStrategy
     assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
     assert "resolver out: ml.initialize()" in message_of(tpu, "x")
+    torch = {  # attributes of PyTorch's modules, functions and options
+        state: "to cuda train eval parameters state_dict load_state_dict",
+        ml: "fully_shard FullyShardedDataParallel init_process_group",
+    }
+    for owner, names in torch.items():
+        for name in names.split():
+            said = error(lambda: getattr(owner, name))  # noqa: B023
+            assert re.search(rf"has no (attribute )?'{name}'\. (?!For)", said), said
+    make = functools.partial(ml.make_train_step, bad_key)
+    fsdp = functools.partial(ml.parallel.fsdp, ml.create_mesh({"batch": 8}))
+    options = {
+        make: "gradient_accumulation_steps max_grad_norm gradient_clip_val no_sync",
+        fsdp: "auto_wrap_policy shard_axis",
+        functools.partial(ml.Trainer, state): "max_epochs callbacks devices strategy",
+    }
+    for function, names in options.items():
+        for name in names.split():
+            said = message_of(function, **{name: 1})
+            assert re.search(rf"got {name}=\. (?!No)", said), said
+    for precision, near in {"fp16": "float16", jnp.bfloat16: "bfloat16"}.items():
+        assert message_of(make, precision=precision).endswith(f"mean {near!r}?")
+    assert "got the class Linear. " in message_of(make, remat=nnx.Linear)
     for owner, name in [
-        *((state, name) for name in ("cuda", "parameters")),
-        *((ml, "fully_shard"), (ml.Checkpointer("unused"), "load")),
+        *((state, "half"), (ml, "DataParallel")),
+        (ml.Checkpointer("unused"), "load"),
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023
     assert "Did you mean 'create_mesh'?" in error(lambda: ml.create_mehs)

@@ -269,3 +269,11 @@ def test_arguments_work_or_are_refused_with_a_sentence(name):
 @pytest.mark.parametrize("value", [None, float("nan"), 0, object(), "a(", ("x",)])
 def test_a_path_of_optimizer_by_path_must_be_a_regular_expression(value):
     assert refusal(ml.MeshLayoutError, ml.optimizer_by_path, {value: ADAM}) is not None
+
+
+def test_a_pattern_of_optimizer_by_path_that_matches_nothing_is_warned_of():
+    tx = ml.optimizer_by_path({"kernal": None, "": ADAM})
+    with pytest.warns(
+        UserWarning, match=r"'kernal' matches no path. Nearest: a/kernel\."
+    ):
+        tx.init({"a": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}})

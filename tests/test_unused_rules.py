@@ -83,6 +83,18 @@ def test_logical_axes_that_no_array_has_are_unused_rules(case):
             ml.create(lambda: {"kernel": kernel}, layouts)
 
 
+def test_names_of_axes_that_plain_arrays_have_lost_are_not_unused():
+    layouts = ml.LayoutMap(MESH, logical_axes={"mlp": "model", "embed": None})
+    kernel = nn.Partitioned(jnp.ones((8, 8)), ("embed", "mlp"))
+    report = layouts.explain({"kernel": ml.create(lambda: kernel, layouts).value})
+    assert not report.dead_rules
+    assert report.notes == [
+        "note: kernel: plain arrays have lost names of axes: explain the state",
+        "placed: kernel: [unsharded, model], where this map gives [unsharded, "
+        "unsharded] (default)",
+    ]
+
+
 def test_the_arrays_of_the_same_layer_are_near():
     layouts = ml.LayoutMap(MESH, {"hidden.weight": (None, "model")})
     (near,) = layouts.explain(nnx.state(mlp())).dead_rules.values()

@@ -27,7 +27,7 @@ from meshlayout.arrays.placement import (
     is_concrete,
     with_lists_as_arrays,
 )
-from meshlayout.cluster.agreement import all_gather, difference, digest
+from meshlayout.cluster.agreement import all_gather, barrier, difference, digest
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 
@@ -111,7 +111,7 @@ def _pack_leaf(
 def _check_facts(facts: list[tuple[str, str, str]], layout: Layout) -> None:
     """Raises LayoutError if parts of all processes that must be alike are not."""
     text = json.dumps(facts)
-    texts = all_gather(text) if can_compare(layout.mesh) else [text]
+    texts = all_gather(text) if can_compare(layout.mesh.devices.flat) else [text]
     first: dict[str, tuple[str, str]] = {}
     for name, what, fact in itertools.chain(*map(json.loads, texts)):
         other, expected = first.setdefault(what, (name, fact))
@@ -169,6 +169,11 @@ def to_numpy(x: Leaf) -> Any:
         >>> ml.to_numpy({"x": ml.arrays.arange(8, layout=mesh.layout("batch"))})
         {'x': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
     """
+    leaves = [leaf for leaf in jax.tree.leaves(x) if is_concrete(leaf)]
+    apart = [leaf for leaf in leaves if not leaf.is_fully_addressable]
+    apart = [leaf.sharding for leaf in apart if not leaf.is_fully_replicated]
+    if any(can_compare(sharding.device_set) for sharding in apart):
+        barrier("ml.to_numpy, which all processes must call")
     return jax.tree.structure(x).unflatten(for_each(_host_value, x))
 
 

@@ -311,7 +311,7 @@ def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
     for path, x, mesh in leaves:
         name = array_text(path, x)
         key = name, type(x), mesh
-        if key in _compared or not can_compare(mesh) or _jax.is_staged(x):
+        if key in _compared or not can_compare(mesh.devices.flat) or _jax.is_staged(x):
             continue
         is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
         if is_shared and x.sharding.device_set != {*mesh.devices.flat}:
@@ -332,10 +332,10 @@ def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
         raise
 
 
-def can_compare(mesh: Mesh) -> bool:
-    """Returns whether processes can compare what they place on a mesh."""
+def can_compare(devices: Iterable[_jax.Device]) -> bool:
+    """Returns whether all processes take part in what is done on some devices."""
     # On a mesh of some processes, each may place arrays of its own, as in JAX. In other
     # threads, the calls of processes have no order by which to pair them.
     is_main = threading.current_thread() is threading.main_thread()
-    processes = {device.process_index for device in mesh.devices.flat}
+    processes = {device.process_index for device in devices}
     return is_main and 1 < jax.process_count() == len(processes)

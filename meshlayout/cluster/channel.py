@@ -88,7 +88,7 @@ class Channel:
             values = self._sent(turn)
             for process, value in values.items():
                 if isinstance(value, watch.PeerError) and process != here:
-                    raise self._error(value.args[0]) from value
+                    raise self._blaming(value)
             late = [process for process in self.processes if process not in values]
             if not late:
                 return values
@@ -103,7 +103,7 @@ class Channel:
                 # Whoever comes later must not take this process for one that waits.
                 if not isinstance(values.get(here), watch.PeerError):
                     self._send(turn, problem)
-                raise self._error(msg) from problem
+                raise self._blaming(problem)
             slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
             try:  # after this one, most others have come, too
                 key = self._key(turn, late[0])
@@ -117,6 +117,12 @@ class Channel:
                 _log.warning(msg, here, waited_s, processes_text(late), what)
             if waited_s >= _LONG_S:
                 watch.post_wait(waited_s, self._key(turn), what, late)
+
+    def _blaming(self, problem: watch.PeerError) -> MeshLayoutError:
+        """Returns the error of a problem, hidden in it: it is for `watch` to read."""
+        error = self._error(problem.args[0])
+        error.__context__, error.__suppress_context__ = problem, True
+        return error
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Calls a function on the first process, and returns its result on all."""
@@ -132,7 +138,7 @@ class Channel:
         try:
             yield
         except Exception as error:
-            if not isinstance(error.__cause__, watch.PeerError):  # which all know
+            if not isinstance(error.__context__, watch.PeerError):  # which all know
                 self.fail(error)
             raise
 

@@ -94,7 +94,8 @@ def find_settings(
     for name in () if text else several:
         msg = f"initialize: {name}={environment[name]!r}, but the other processes were "
         msg += "not found, and each would run alone. Under SLURM, start the script "
-        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them. "
+        msg += "with srun; on Kubernetes, `pip install kubernetes` lets JAX find them; "
+        msg += "in place of torchrun, write `python -m meshlayout.launch`. "
         raise ClusterError(f"{msg}{_ALL_THREE} To run alone, give num_processes=1.")
     if count != 1 and not facts.keys() >= {*_FACTS}:
         raise ClusterError(f"initialize: got {text}, which is not all. {_ALL_THREE}")

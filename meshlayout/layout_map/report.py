@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import jax
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _jax, _render
@@ -93,6 +94,11 @@ class Resolved:
             return by_path[path]
         msg = f"no leaf has the path {path!r}.{did_you_mean(path, by_path)}"
         raise LayoutMapError(msg)
+
+    @property
+    def shardings(self) -> PyTree:
+        """The layouts as JAX's shardings, as `jax.jit(in_shardings=...)` takes them."""
+        return jax.tree.map(lambda layout: layout.sharding, self.layouts)
 
     @property
     def bytes_per_device(self) -> int:
@@ -217,7 +223,7 @@ def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
 
 
 def _placed_text(x: Resolution) -> str | None:
-    text = f"{x.placed}, not by this map, which gives {x.layout} ({x.rule or x.reason})"
+    text = f"{x.placed}, where this map gives {x.layout} ({x.rule or x.reason})"
     return text if x.placed else None
 
 

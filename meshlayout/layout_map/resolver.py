@@ -144,7 +144,10 @@ class Resolver:
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(actual, x.ndim)
         axes = tuple(jax.tree.leaves(logical_axes(leaf.box)))
-        return replace(resolution, path=leaf.path, placed=placed, axes=axes)
+        note = resolution.note
+        if placed and self._options.logical_axes and not axes:
+            note = note or "plain arrays have lost names of axes: explain the state"
+        return replace(resolution, path=leaf.path, placed=placed, axes=axes, note=note)
 
     def _by_rules(
         self, array: _Array, rules: Iterable[ParsedRule], layout: Layout | None = None

@@ -91,8 +91,11 @@ class Metric:
         kind, inputs = type(self).__name__, []
         home = "ml.metrics." * type(self).__module__.startswith("meshlayout.")
         for field in self._inputs:
+            name = str(getattr(self, field))
             way_out = f" {home}{kind}({field}=...) takes the name or position of yours."
-            inputs.append(find(named, str(getattr(self, field)), kind, way_out))
+            if name == "loss":
+                way_out = " A step reports the loss itself, as metrics['loss']."
+            inputs.append(find(named, name, kind, way_out))
         return self.empty()._added(*inputs, weights=weights)
 
     def compute(self) -> jax.Array:

@@ -35,6 +35,7 @@ from meshlayout.parallel.factors import (
 )
 from meshlayout.parallel.operations import OPERATIONS, STACKED, out_shapes, unknown
 from meshlayout.state.creation import eager_sharding_off, is_array, trace
+from meshlayout.state.train_state import start_training
 
 
 Model: TypeAlias = PyTree
@@ -116,7 +117,10 @@ def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     with _checks.noted(f"while {where} builds the model"):
         traced = trace(model_or_build)
     _checks.has_arrays("what model_or_build returned", traced.node, **context)
-    return traced.rebuild(traced.leaves)
+    model = traced.rebuild(traced.leaves)
+    if isinstance(model, nnx.Module):
+        start_training(model)
+    return model
 
 
 def _as_function(

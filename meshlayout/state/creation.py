@@ -250,7 +250,8 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
-            f"layouts); or, inside ml.scope(layouts), give it as an argument. ({error})"
+            "layouts); or, inside ml.scope(layouts), give it as an argument. Of a "
+            f"model that exists, return nnx.clone(model). ({error})"
         )
         raise StateError(msg) from error
     shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)

@@ -8,6 +8,7 @@ travel along as static code.
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -20,9 +21,10 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout.errors import StateError
+from meshlayout.errors import StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
+from meshlayout.layout_map.report import nearest_paths
 from meshlayout.state.creation import (
     StateDescription,
     T,
@@ -157,9 +159,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
-        Each access makes a new one: what you set in it is not set in the state, whose
-        arrays are in `params` and `model_state`. A Linen module is bound with its other
-        collections mutable; read them back with `model_state_of`.
+        Each access makes a new one, in the mode in which it was built: to predict, call
+        its `eval()`. What you set in it is not set in the state. A Linen module is
+        bound with its other collections mutable; read them by `model_state_of`.
         """
         self._refuse_used_up()
         code = self.program
@@ -332,7 +334,32 @@ def optimizer_by_path(
     parts: dict[Hashable, optax.GradientTransformation] = {
         str(i): tx or optax.set_to_zero() for i, tx in enumerate(values)
     }
-    return optax.multi_transform(parts, labels)
+    tx = optax.multi_transform(parts, labels)
+
+    def init(params: PyTree) -> Any:
+        paths = [leaf.path for leaf in _paths.flatten(params).leaves]
+        for text, pattern in zip(optimizers, patterns, strict=True):
+            if not any(map(pattern.search, paths)):
+                near = ", ".join(nearest_paths(text, paths)) or "none"
+                msg = f"optimizer_by_path: {text!r} matches no path. Nearest: {near}."
+                warnings.warn(msg, stacklevel=stack_level())
+        return tx.init(params)
+
+    return tx._replace(init=init)
+
+
+def start_training(model: nnx.Module) -> bool:
+    """Sets training mode where no mode is set; returns whether any layer is in it.
+
+    A layer that was built in evaluation mode keeps it.
+    """
+    is_evaluating: list[bool] = []
+    for _, module in nnx.iter_modules(model):
+        for name in {"deterministic", "use_running_average"} & {*vars(module)}:
+            if getattr(module, name) is None:
+                setattr(module, name, False)
+            is_evaluating.append(getattr(module, name))
+    return not is_evaluating or not all(is_evaluating)
 
 
 def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]:

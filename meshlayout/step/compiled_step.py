@@ -23,6 +23,7 @@ from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Equation, Leaf, PyTree
+from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
@@ -359,7 +360,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 now["the optimizer"] = str(id(tx)), None
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
-                why = self._explain(now, call) if self._last else ""
+                why = self._explain(now) if self._last else ""
         layouts = self._options["layouts"]
         scope = activate(layouts) if layouts else contextlib.nullcontext()
         inner = functools.partial(self._inner, *args, **kwargs)
@@ -377,6 +378,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
+            if call is not None and self._donates and marked_weights:
+                check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
             if windows := [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]:
                 placed = treedef.unflatten(map(_placed, leaves, program.layouts))
                 hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
@@ -419,7 +422,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if type(state) is not TrainState and _paths.holds_modules(state):
             msg = (
                 f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
-                "Pass what nnx.split(module) gives, or a TrainState."
+                "Pass what nnx.split(module) gives, or a TrainState; or keep @nnx.jit."
             )
             raise StepError(msg)
         donated = {*map(id, jax.tree.leaves(state))}
@@ -435,15 +438,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if fact:
                 raise StepError(f"{self.__name__}: {fact}") from None
 
-    def _explain(self, now: Kinds, call: tuple[PyTree, PyTree]) -> str:
+    def _explain(self, now: Kinds) -> str:
         """Warns of what differs from the most similar earlier call, and returns it."""
         # A step looks for the shapes of its metrics without any: no call is like that.
         names = {name.partition("/")[0] for name in now}
         alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
         every = (changes_of(seen, now) for seen in alike or self._seen)
         changes = min(every, key=len, default=[])
-        named = self._named(*call).items()
-        changes += [f"{x} is a Python number" for x, y in named if type(y) is float]
         change = [*changes, _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":

@@ -15,6 +15,7 @@ which the copies that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
 import contextlib
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from flax import linen as nn, nnx
 from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._patches import SharedPatches
-from meshlayout.errors import StateError, StepError, did_you_mean
+from meshlayout.errors import StateError, StepError, stack_level
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
+from meshlayout.state.train_state import start_training
 
 
 _T = TypeVar("_T")
@@ -104,10 +106,13 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
         return precision
     if isinstance(precision, str) and precision in _NAMED:
         return _NAMED[precision]
+    text = getattr(precision, "__name__", str(precision))  # as of jnp.bfloat16
+    marks = {"bf": "bfloat16", "16": "float16", "32": "float32"}
+    near = next((f" Did you mean {marks[x]!r}?" for x in marks if x in text), "")
     msg = (
         f"precision={precision!r} is none of {', '.join(map(repr, _NAMED))}, or a "
         "PrecisionPolicy(compute, output). A layer that should compute in another "
-        f"dtype names it itself: dtype=.{did_you_mean(precision, _NAMED)}"
+        f"dtype names it itself: dtype=.{near}"
     )
     raise StateError(msg)
 
@@ -153,7 +158,12 @@ def call_model(
                 mutable=[*others, *_PASSING],
             )
         model = state.replace(params=params).model
-        (model.train if train else model.eval)()
+        if not train:
+            model.eval()
+        elif not start_training(model):
+            msg = "the model was built in evaluation mode, and a train step keeps it. "
+            hint = "Call model.train() in its builder, unless its layers are frozen."
+            warnings.warn(msg + hint, stacklevel=stack_level())
         return model
 
     def call() -> tuple[Any, dict[str, Any], PyTree]:

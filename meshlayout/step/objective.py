@@ -288,8 +288,8 @@ def make_loss(
     check_function("loss_fn", where, loss_fn)
     choices = get_args(losses.Denominator)
     _checks.choice("denominator", denominator, choices, error=LossError)
-    if not callable(remat):
-        hint = "Or give one of jax.checkpoint_policies, for the blocks."
+    if isinstance(remat, type) or not callable(remat):
+        hint = "Or give one of jax.checkpoint_policies, for the numbered blocks."
         options: Any = {"hint": hint, "error": StepError}
         _checks.choice("remat", remat, ("none", "blocks", "full"), **options)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):

@@ -95,8 +95,9 @@ def make_train_step(
         loss_fn: A function of the model and a batch that returns losses of shape
             (batch,) or (batch, ...), averaged per example; or those and a dict of
             outputs for the metrics; or a scalar, where batches carry no weights. The
-            model is an NNX module in training mode or a bound Linen module. Parameters
-            named `rngs` and `train` receive an `nnx.Rngs` of this step and True.
+            model is an NNX module in training mode, but for layers that were built in
+            evaluation mode, or a bound Linen module. Parameters named `rngs` and
+            `train` receive an `nnx.Rngs` of this step and True.
         metrics: What is measured besides the loss, by name.
         regularizers: Penalties by name, functions of the parameters that return a
             scalar: `{"l2": losses.l2(1e-5, where="kernel")}`.

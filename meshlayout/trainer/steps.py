@@ -33,7 +33,7 @@ class TrainerSteps:
     ) -> None:
         known = [*signature(make_train_step).parameters][1:]
         for name in {*options} - {*known}:
-            _checks.choice("an option of Trainer", name, [*known, "predict_fn", "pad"])
+            _checks.option("Trainer", name, [*known, "predict_fn", "pad"])
         for_steps = options.keys() - {"weights", "steps_per_call"}
         if loss_fn is None and (for_steps or metrics is not None):
             msg = "Trainer got no loss function to make steps from, but metrics or"
