@@ -31,6 +31,7 @@ class Chip:
     clock_hz: float | None  # of the cycles that its compiler estimates, if it does
     source: str  # of the figures
     scratch_bytes: float = 0.0  # of memory on the chip, where compilers put what fits
+    host_bytes_per_s: float = 16e9  # to and from the host: PCIe 3.0 x16, an assumption
 
 
 def _tpu(name: str, flops: float, memory: float, *rates: float, macs: int) -> Chip:

@@ -420,6 +420,10 @@ class _Device:
             self.gradients[index] = n, bool(split), bool(whole)
             self.held += size / n if count > 1 else 0.0
         on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
+        on_host = sum(map(shard_bytes, leaves)) - sum(map(shard_bytes, on_device))
+        if on_host:  # it comes, and goes back
+            host_s = 2 * on_host / self.chip.host_bytes_per_s
+            self.parts["wait: host memory"] += host_s
         self.held += sum(map(shard_bytes, on_device)) + transient
         self.held += sum(self.sizes[len(leaves) : trace.num_arguments]) * count
         self.held += self.is_tpu * _CODE_BYTES * len(trace.operations)

@@ -146,7 +146,12 @@ class Problem:
         # What computing takes beyond its FLOPs is for memory.
         seconds = {"compute": computing, "memory": schedule.compute_s - computing}
         seconds["network"] = schedule.total_s - schedule.compute_s
-        row = replace(row, sent=sent, parts=schedule.parts)
+        # The compiler estimates no time for copies between the host and the device.
+        name, parts = "wait: host memory", dict(schedule.parts)
+        if host_s := row.parts.get(name, 0.0):
+            parts[name] = host_s
+            seconds["network"] += host_s
+        row = replace(row, sent=sent, parts=parts)
         return self._timed(row, seconds, chip)
 
     def _timed(self, row: Row, seconds: Mapping[str, float], chip: Chip) -> Row:
