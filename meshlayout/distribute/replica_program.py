@@ -87,6 +87,7 @@ class ReplicaProgram:
 
         step.__name__ = self._name
         self._step = compile_step(step, on_recompile="ignore")
+        self._step.warns_of_padding = False  # the mask of a replica's rows does
 
     def _examine(self, fn: Any, arguments: Arguments) -> None:
         """Traces the function under `jax.vmap` over the replicas, for what it does.

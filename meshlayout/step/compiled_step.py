@@ -162,7 +162,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         names, self.function = static_argnames, step
         self.static_argnames = (names,) if isinstance(names, str) else tuple(names)
         self._options = {"layouts": layouts, "on_recompile": on_recompile}
-        self._donates = donate
+        self._donates = self.warns_of_padding = donate
         self._signature = inspect.signature(step)
         self._state_name = next(iter(self._signature.parameters), "")
         # Traced inside of a program's trace, for a look at its operations.
@@ -378,7 +378,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                     compare_program(self.__name__, program.devices, facts, why)
             finally:
                 counts.steps += num_steps
-            if call is not None and self._donates and marked_weights:
+            if call is not None and self.warns_of_padding and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
             if windows := [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]:
                 placed = treedef.unflatten(map(_placed, leaves, program.layouts))
