@@ -358,6 +358,8 @@ _REFLEXES = {
     "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
     "PerReplica.numpy": "Write strategy.gather(value, axis=0), or strategy.reduce.",
     "get_next": "Write next(iterator).",
+    "latest_checkpoint": "Write ck.latest_step().",
+    "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",

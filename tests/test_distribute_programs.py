@@ -214,6 +214,16 @@ def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
     )
 
 
+def test_an_attribute_is_not_the_global_of_its_name(two):
+    model = types.SimpleNamespace(bias=1.0)
+    function = lambda x: x + model.bias
+    cells = function.__closure__
+    step = types.FunctionType(function.__code__, globals(), "step", (), cells)
+    for number in range(4):  # a third program would be warned of
+        globals().update(bias=(number,))
+        assert np.array_equal(two.run(step, args=(X,)), X + 1)
+
+
 def test_functions_that_are_defined_anew_are_compiled_once(two, capsys):
     model, optimizer = made(two, rate=0.1)
     x = split(two, ROWS)

@@ -109,7 +109,7 @@ class Arguments:
             name = next((name for name, y in self.named() if y is x), "of a state")
             msg = f"run: the argument {name} is {_checks.shown(x)}. A replica's "
             msg += (
-                "function takes arrays, numbers, values of replicas and NNX objects; "
+                "function takes arrays, numbers, values of replicas and NNX objects: "
             )
             msg += "fix anything else with functools.partial or a closure."
             raise StrategyError(msg)

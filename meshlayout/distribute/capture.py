@@ -6,6 +6,7 @@ model means that model. Which Variables a function uses its first trace tells.
 """
 
 import contextlib
+import dis
 import functools
 import sys
 import types
@@ -180,10 +181,9 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
     if isinstance(value, types.FunctionType):
         found += [(_cell, name, name) for name in value.__code__.co_freevars]
         if _is_users(value):
-            own = {*_names(value.__code__)}
-            names |= own
-            own &= value.__globals__.keys()
-            found += [(_global, name, name) for name in sorted(own)]
+            own = _names(value.__code__)
+            names |= own.keys()
+            found += [(_global, x, x) for x in sorted(value.__globals__) if own.get(x)]
     elif isinstance(value, (tuple, list, dict)):
         keys = value if isinstance(value, dict) else range(len(value))
         found += [(getitem, key, f"{path}[{key!r}]") for key in keys]
@@ -209,11 +209,14 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
                 yield _Entry(index, get, key, path, part, is_named)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _names(const)
+@functools.cache
+def _names(code: types.CodeType) -> dict[str, bool]:
+    """Returns the names in code, and which are of globals, not only of attributes."""
+    loads = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+    names = {name: name in loads for name in code.co_names}
+    for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
+        names |= {x: names.get(x, False) or y for x, y in _names(inner).items()}
+    return names
 
 
 def _is_users(defined: Any) -> bool:

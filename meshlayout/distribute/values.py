@@ -107,6 +107,9 @@ class PerReplica(DistributedValues):
     __jax_array__ = __array__ = __float__ = __bool__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else repr(self)
+
     def __repr__(self) -> str:
         if not isinstance(self.array, jax.Array) or isinstance(self.array, Tracer):
             return f"PerReplica({self.array!r}, num_replicas={self.num_replicas})"
