@@ -108,10 +108,8 @@ class Arguments:
         elif not isinstance(x, (int, float, complex, jax.ShapeDtypeStruct)):
             name = next((name for name, y in self.named() if y is x), "of a state")
             msg = f"run: the argument {name} is {_checks.shown(x)}. A replica's "
-            msg += (
-                "function takes arrays, numbers, values of replicas and NNX objects: "
-            )
-            msg += "fix anything else with functools.partial or a closure."
+            msg += "function takes arrays, numbers, values of replicas and NNX objects"
+            msg += "; fix anything else with functools.partial or a closure."
             raise StrategyError(msg)
         return x
 

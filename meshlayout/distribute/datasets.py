@@ -50,10 +50,8 @@ def distribute_dataset(
     """Distributes a source over replicas; see `Strategy.distribute_dataset`."""
     if isinstance(source, DistributedDataset) and source.weights is not None:
         msg = "the source is a dataset whose batches are padded and carry weights "
-        msg += (
-            f"already ({source.weights!r}), so that padding would count as examples. "
-        )
-        raise StrategyError(f"{msg}Give the source that it was made of.")
+        msg += f"already ({source.weights!r}), so that padding would count as examples"
+        raise StrategyError(f"{msg}. Give the source that it was made of.")
     size = functools.partial(_batch_size, mesh.size, options.get("per_process"))
     return distributed(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 

@@ -362,10 +362,8 @@ class ReplicaProgram:
         if _jax.is_tracing() or not all(map(operator.is_, now, before)):
             if not all(getattr(x, TRACE).is_valid() for x in self._changed):
                 msg = f"{self._name} changes variables from outside of the function "
-                msg += (
-                    "that is being compiled. run compiles by itself: call it without "
-                )
-                msg += "jit, or pass the objects through nnx.jit as arguments."
+                msg += "that is being compiled. run compiles by itself: call it without"
+                msg += " jit, or pass the objects through nnx.jit as arguments."
                 raise StrategyError(msg)
             self._place()
         # A program does not keep its function alive; JAX may have to trace it anew.

@@ -239,9 +239,9 @@ def _copies(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
     if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
         msg = f"{where} takes values of replicas, and plain ones, which stand for an "
         msg += (
-            f"equal value on each; got {_checks.shown(leaf)} that is sharded. Compute "
+            f"equal value on each; got {_checks.shown(leaf)} that is sharded. Compute"
         )
-        raise StrategyError(f"{msg}with it as with any array.")
+        raise StrategyError(f"{msg} with it as with any array.")
     x = jnp.asarray(leaf)
     copies = jnp.concatenate([jnp.atleast_1d(x)] * mesh.size)
     return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)
