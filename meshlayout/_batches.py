@@ -75,20 +75,18 @@ def num_examples(batch: Batch) -> int:
     if len(sizes) == 1:
         return sizes.pop()
     if not sizes:
-        msg = "the batch has no array with a batch dim."
-        raise StepError(msg)
+        raise StepError("the batch has no array with a batch dim.")
     # Paths are only needed for the message: finding them takes longer than a step.
     names: dict[int, str] = {}
     for leaf, shape in zip(_paths.flatten(batch).leaves, shapes, strict=True):
         if shape:
             names.setdefault(shape[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
-    msg = (
+    raise StepError(
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "
         f"{other_name!r} has {other_rows}. Pass values that are not part of the batch "
         "to the loss function in another way, such as a closure or a scalar."
     )
-    raise StepError(msg)
 
 
 def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:

@@ -62,8 +62,7 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         return value
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
-        msg = f"{where}: {shown(value)} is not an array of numbers."
-        raise LayoutError(msg)
+        raise LayoutError(f"{where}: {shown(value)} is not an array of numbers.")
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return array

@@ -520,12 +520,11 @@ def check_joined(where: str) -> None:
         return
     if has_backend() and jax.process_count() > 1:  # after `shutdown`
         return
-    msg = (
+    raise ClusterError(
         f"{where}: this is process {index} of {count} that meshlayout.launch started, "
         "and it does not know the others: each would train alone. Add ml.initialize() "
         "at the top of the program, before anything that uses JAX's devices."
     )
-    raise ClusterError(msg)
 
 
 def detect_cluster(

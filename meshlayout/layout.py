@@ -440,8 +440,7 @@ def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
     for index, axis in enumerate(axes):
         if axis not in mesh:
             fact = f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
-            is_word = axis == entry_text(None)
-            hint = " Write UNSHARDED, or None." * is_word
+            hint = " Write UNSHARDED, or None." * (axis == entry_text(None))
             raise LayoutError(fact + (hint or did_you_mean(axis, mesh.axis_names)))
         if axis in axes[:index]:
             fact = f"mesh axis {axis!r} is used twice in {specs_text(specs)}"

@@ -89,10 +89,8 @@ def _pack_leaf(
     for number, (part, device) in enumerate(zip(parts, devices, strict=True)):
         name = f"part {number}{of_process}"
         # On the devices: float64 and float32 parts fit together without x64.
-        dtype, is_on_host = (
-            _jax.canonical_dtype(part.dtype),
-            isinstance(part, np.ndarray),
-        )
+        dtype = _jax.canonical_dtype(part.dtype)
+        is_on_host = isinstance(part, np.ndarray)
         kind = _render.array_text(dtype, part.shape)
         facts.append((name, "the parts of an array", kind))
         # Copied, as a CPU device would use the user's memory, and a step may donate it.
@@ -181,8 +179,7 @@ def _host_value(x: Leaf) -> Any:
     """Returns the full value of an array or number; for PRNG keys, their words."""
     x = _jax.concrete_value(x)  # eager grad and the like still have values
     if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-        msg = "an abstract array has no value; return it from jit."
-        raise LayoutError(msg)
+        raise LayoutError("an abstract array has no value; return it from jit.")
     if not isinstance(x, jax.Array):
         is_array = hasattr(x, "__array__") or isinstance(x, (bool, int, float, complex))
         return plain_array(x) if is_array else x
@@ -195,9 +192,7 @@ def _host_value(x: Leaf) -> Any:
 # Several processes.
 
 
-def replica_sums(
-    arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
-) -> dict[str, int]:
+def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> dict[str, int]:
     """Returns sums of bits of what several processes hold, by which part it is.
 
     A program per device sums one copy of each shard; only sums come to the host.

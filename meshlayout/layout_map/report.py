@@ -232,8 +232,7 @@ def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str
     by_text: dict[tuple[str, str], list[str]] = {}
     for path, text in pairs:
         if text is not None:
-            key = (text, "" if text else folded(path))
-            by_text.setdefault(key, []).append(path)
+            by_text.setdefault((text, "" if text else folded(path)), []).append(path)
     for (text, _), paths in by_text.items():
         more = f" and {len(paths) - 1} more" * (len(paths) > 1)
         yield f"{what}: {paths[0]}{more}{f': {text}' if text else ''}"

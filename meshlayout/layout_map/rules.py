@@ -113,13 +113,12 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     elif isinstance(value, (PartitionSpec, list, tuple)):
         layout = Layout(value, mesh)
     else:
-        msg = (
+        raise LayoutError(
             "expected a Layout, a tuple or list with one entry per dim, a "
             "PartitionSpec, or a function (path, shape, dtype) -> spec, got "
             f"{_checks.shown(value)}. Write (..., 'model') to shard the last dim, "
             "[...] for replicated. Rules for logical axis names go into logical_axes=."
         )
-        raise LayoutError(msg)
     if MATCH in layout.specs:
         msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
         raise LayoutError(msg)

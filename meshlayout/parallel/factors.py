@@ -280,9 +280,8 @@ class Flow:
         self, of: Value, dims: Iterable[Dim], other: int, weights: int = 0
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
-        nbytes = self._nbytes(of.size)
         self.gradient_sums += [
-            GradientSum(factor, of, nbytes, other, weights)
+            GradientSum(factor, of, self._nbytes(of.size), other, weights)
             for factor in itertools.chain.from_iterable(dims)
             if of.params
         ]
