@@ -132,10 +132,7 @@ _PLAIN = frozenset(map(np.dtype, ("?", *"bhiBHIefF")))
 
 
 def is_plain(x: Leaf) -> bool:
-    """Returns, fast, whether a value is a NumPy array that a device can hold as it is.
-
-    It may say no of others, such as those of 64 bits.
-    """
+    """Returns, fast, whether a value surely is a NumPy array that a device can hold."""
     return type(x) is np.ndarray and x.dtype in _PLAIN
 
 
@@ -193,10 +190,7 @@ def operands_of(jaxpr: Any, index: int | None = None) -> list[bool]:
 
 
 def inner_constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that functions inside a jaxpr close over.
-
-    A function under `jit` keeps its own; a jaxpr's text does not show them.
-    """
+    """Yields arrays that functions inside a jaxpr close over, which its text lacks."""
     for eqn in equations(jaxpr):
         for param in _params(eqn):
             yield from getattr(param, "consts", ())
@@ -319,10 +313,7 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
 
 
 def concrete_value(x: Leaf) -> Any:
-    """Returns the array behind a traced value if there is one, as in eager grad.
-
-    The tests of gradients through relayout in tests/test_arrays.py notice.
-    """
+    """Returns the array of a traced value, as in eager grad: tests/test_arrays.py."""
     if not isinstance(x, jax.core.Tracer):
         return x
     value = jax_core.to_concrete_value(x)

@@ -101,8 +101,7 @@ class LayoutWarning(UserWarning):
 def stack_level() -> int:
     """Returns the `stacklevel` at which a warning names a line of the user's code."""
     inside = ("jax", "flax", "meshlayout", "contextlib", "functools")
-    frames = [frame for frame, _ in walk_stack(currentframe())]
-    names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    names = [str(f.f_globals.get("__name__")) for f, _ in walk_stack(currentframe())]
     users = [name.partition(".")[0] not in inside for name in names]
     return max(1, users.index(True)) if any(users) else len(users)
 

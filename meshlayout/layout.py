@@ -148,8 +148,7 @@ class Layout(_checks.WithReflexes):
     def rank(self) -> int:
         """The number of dims, or a LayoutError if `...` leaves it open."""
         if self.has_ellipsis:
-            msg = f"{self!r} has `...` and so no rank yet; use layout.with_rank(n)."
-            raise LayoutError(msg)
+            raise LayoutError(f"{self!r} has no rank yet: use layout.with_rank(n).")
         return len(self.specs)
 
     @property
@@ -363,10 +362,7 @@ class Layout(_checks.WithReflexes):
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
-    """Returns a user's `Layout` or `NamedSharding` as a `Layout`.
-
-    A `rank` fills in `...`, and trailing dims that a PartitionSpec leaves out.
-    """
+    """Returns a user's `Layout` or `NamedSharding` as a `Layout`, filled to a rank."""
     if not isinstance(value, (Layout, NamedSharding)):
         is_spec = isinstance(value, (list, tuple, PartitionSpec))
         hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
@@ -414,8 +410,7 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
         msg = "specs must be a list, a tuple or a PartitionSpec with one entry per dim"
         raise LayoutError(f"{msg}, got {_checks.shown(specs)}.")
     if any(getattr(specs, kind, ()) for kind in ("unreduced", "reduced")):
-        msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
-        raise LayoutError(msg)
+        raise LayoutError(f"{specs} has unreduced or reduced axes, not only shards.")
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
     if entries.count(...) > 1:
         msg = f"{specs_text(entries)} has `...` twice; one stands for all other dims."

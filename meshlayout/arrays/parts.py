@@ -54,13 +54,11 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     """
     parts = [] if isinstance(parts, dict) else [with_lists_as_arrays(x) for x in parts]
     if not parts:
-        msg = "pack: parts must be a list with one part, or tree of parts, per device."
-        raise LayoutError(msg)
+        raise LayoutError("pack: parts must be a list, with one part per device.")
     leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)
     for index, structure in enumerate(structures):
         if structure != structures[0]:
-            msg = f"parts 0 and {index} have different structures: {structures[0]} and "
-            raise LayoutError(f"{msg}{structure}.")
+            raise LayoutError(f"part {index} is {structure}, part 0 {structures[0]}.")
     columns = list(zip(*leaves, strict=True))
     pack_leaf = functools.partial(_pack_leaf, verify=verify)
     numbers = structures[0].unflatten(range(len(columns)))  # for their names
@@ -72,8 +70,7 @@ def _pack_leaf(
     _: int, column: Sequence[Any], layout: object, *, verify: bool
 ) -> jax.Array:
     if any(isinstance(part, Tracer) for part in column):
-        msg = "pack joins arrays on devices, and inside jit there are none yet."
-        raise LayoutError(f"{msg} Pack outside, or use relayout.")
+        raise LayoutError("pack joins arrays on devices: inside jit, use relayout.")
     parts = [as_array(part) for part in column]
     layout = as_layout(layout, parts[0].ndim)
     mesh = layout.mesh
@@ -135,8 +132,7 @@ def unpack(x: Leaf) -> list[Any]:
     """
     columns = for_each(_unpack_leaf, x)
     if not columns or any([*column] != [*columns[0]] for column in columns):
-        msg = "unpack: x must be arrays on the same devices, in the same order."
-        raise LayoutError(msg)
+        raise LayoutError("unpack: x must be arrays on the same devices, in order.")
     unflatten = jax.tree.structure(x).unflatten
     return [unflatten(column[device] for column in columns) for device in columns[0]]
 
@@ -144,8 +140,7 @@ def unpack(x: Leaf) -> list[Any]:
 def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if not is_concrete(x):
-        msg = "unpack needs an array on a mesh, and outside jit: relayout(x, layout)."
-        raise LayoutError(msg)
+        raise LayoutError("unpack needs an array on a mesh, and outside of jit.")
     shards = _jax.with_shards(x).addressable_shards
     parts = {shard.device: shard.data for shard in shards}
     if not isinstance(x.sharding, NamedSharding):

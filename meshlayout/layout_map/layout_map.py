@@ -115,8 +115,7 @@ class LayoutMap(
         )
         parsed = self._options.default
         if parsed is not None and parsed.function is None and unmatched == "error":
-            msg = "default= is never used with unmatched='error'; give one of them."
-            raise LayoutMapError(msg)
+            raise LayoutMapError("give default= or unmatched='error', not both.")
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
         pairs: Any = rules.items() if isinstance(rules, Mapping) else rules

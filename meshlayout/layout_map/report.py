@@ -65,8 +65,7 @@ class Resolution:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of the leaf on each device, in its current layout."""
-        shards = map(self.current_layout.num_shards, range(len(self.shape)))
-        return self.nbytes // math.prod(shards)
+        return self.current_layout.bytes_per_device(self.shape, self.dtype)
 
     @property
     def array(self) -> str:

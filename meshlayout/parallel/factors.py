@@ -133,10 +133,7 @@ def block(dims: Iterable[Dim], reason: str) -> None:
 
 
 def link(first: Dim, second: Dim) -> None:
-    """Makes two dims of the same size have the same factors.
-
-    Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be sharded.
-    """
+    """Gives two dims of a size the same factors; 4 x 3 and 3 x 4 cannot be sharded."""
     # The major factor is last, to be popped.
     left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]
     while left and right:
