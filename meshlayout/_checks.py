@@ -45,12 +45,7 @@ class Context(TypedDict, total=False):
 
 
 def shown(value: Any) -> str:
-    """Returns a value as messages show it: short, and never a full array or model.
-
-    Examples:
-        >>> shown("3"), shown(dict), shown(np.zeros((2, 3)))
-        ("'3'", 'the class dict', 'an array of shape (2, 3)')
-    """
+    """Returns a value as messages show it: short, and never a full array or model."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     with contextlib.suppress(MeshLayoutError):  # a PerReplica is not one array

@@ -107,11 +107,6 @@ def stack_level() -> int:
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """Returns a sentence with the candidate nearest to a name; empty if none is near.
-
-    Examples:
-        >>> did_you_mean("modle", ["batch", "model"])
-        " Did you mean 'model'?"
-    """
+    """Returns a sentence with the candidate nearest to a name, or nothing."""
     near = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

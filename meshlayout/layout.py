@@ -70,11 +70,9 @@ class Misfit(NamedTuple):
         """The nearest sizes that would fit, and the alternative."""
         below = self.size // self.num_shards * self.num_shards
         above = below + self.num_shards
-        sizes = f"sizes that fit: {below} and {above}"
-        return (
-            f"Nearest {sizes if below else f'size that fits: {above}'}. "
-            f"To keep the size, leave dim {self.dim} UNSHARDED."
-        )
+        sizes = f"sizes that fit: {below} and" if below else "size that fits:"
+        keep = f"To keep the size, leave dim {self.dim} UNSHARDED."
+        return f"Nearest {sizes} {above}. {keep}"
 
 
 @_checks.user_call
@@ -107,8 +105,6 @@ class Layout(_checks.WithReflexes):
         >>> layout = Layout(["batch", UNSHARDED, "model"], mesh)
         >>> tuple(layout.spec)
         ('batch', None, 'model')
-        >>> layout.shard_shape((6, 5, 8))
-        (3, 5, 2)
     """
 
     specs: tuple[DimSpec, ...]

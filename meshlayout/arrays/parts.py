@@ -73,16 +73,15 @@ def _pack_leaf(
         raise LayoutError("pack joins arrays on devices: inside jit, use relayout.")
     parts = [as_array(part) for part in column]
     layout = as_layout(layout, parts[0].ndim)
-    mesh = layout.mesh
-    if len(parts) != mesh.num_local_devices():
-        msg = f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
+    mesh, devices = layout.mesh, layout.mesh.local_devices
+    if len(parts) != len(devices):
+        msg = f"got {len(parts)} parts for the {len(devices)} devices of "
         msg += f"{mesh!r} on this process. Give one part per device, in mesh order, "
         raise LayoutError(f"{msg}including devices that hold replicas.")
     indices = dict(zip(mesh.devices.flat, layout.offset_to_shard(), strict=True))
     of_process = f" of process {jax.process_index()}" * (jax.process_count() > 1)
     facts: list[tuple[str, str, str]] = []
     shards: list[jax.Array] = []
-    devices = mesh.local_devices
     for number, (part, device) in enumerate(zip(parts, devices, strict=True)):
         name = f"part {number}{of_process}"
         # On the devices: float64 and float32 parts fit together without x64.
@@ -141,8 +140,7 @@ def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if not is_concrete(x):
         raise LayoutError("unpack needs an array on a mesh, and outside of jit.")
-    shards = _jax.with_shards(x).addressable_shards
-    parts = {shard.device: shard.data for shard in shards}
+    parts = {s.device: s.data for s in _jax.with_shards(x).addressable_shards}
     if not isinstance(x.sharding, NamedSharding):
         return parts
     # In mesh order, in which `pack` takes them; JAX's order may be another one.

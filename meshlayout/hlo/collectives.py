@@ -144,8 +144,6 @@ def _collective(
     scopes, source = origins.scopes_and_source(instruction)
     if not source:
         scopes, source = origins.scopes_and_source(outer)
-    # An NNX model has no scopes: the weights tell its layers apart.
-    module = "/".join(scopes) or origins.parent(moved) or origins.module(outer)
     return Collective(
         kind=kind,
         axes=axes,
@@ -159,7 +157,8 @@ def _collective(
         in_loop=in_loop,
         is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
-        module=module,
+        # An NNX model has no scopes: the weights tell its layers apart.
+        module="/".join(scopes) or origins.parent(moved) or origins.module(outer),
         source=source,
         leaves=tuple(moved),
     )

@@ -8,7 +8,7 @@ bytes and the lock show where concrete arrays are; `Resolved.layouts` is the map
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -213,10 +213,9 @@ class Explanation(Resolved):
         return f"{text}{_render.bytes_text(self.nbytes)} (saving {saving})."
 
 
-def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
+def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
     """Returns bytes per device, and the share that sharding saves, as text."""
-    pairs = [(0, 0), *((leaf.bytes_per_device, leaf.nbytes) for leaf in leaves)]
-    used, whole = map(sum, zip(*pairs, strict=True))
+    used, whole = sum(x.bytes_per_device for x in leaves), sum(x.nbytes for x in leaves)
     saving = 1 - used / whole if whole else 0
     return _render.bytes_text(used), f"{100 * saving:.0f}%"
 

@@ -231,16 +231,13 @@ class Flow:
     gradient_sums: list[GradientSum] = field(default_factory=list)
     # Factors that reductions end, and the bytes of the results.
     reductions: list[tuple[Factor, int]] = field(default_factory=list)
-    # Dims of arrays in which factors come together for the first time.
-    together: list[Dims] = field(default_factory=list)
+    together: list[Dims] = field(default_factory=list)  # where factors first meet
     # Groups of look-ups whose results are added up, as bits of contractions.
     added_lookups: set[int] = field(default_factory=set)
     # Factors of stacked weights that a product batches over.
     experts: list[Factor] = field(default_factory=list)
-    # Parameters with which something is multiplied, as bits.
-    multiplied: int = 0
-    # The contractions that are look-ups in parameters, as bits.
-    lookups: int = 0
+    multiplied: int = 0  # parameters that something is multiplied with, as bits
+    lookups: int = 0  # the contractions that are look-ups in parameters, as bits
     # Kernels of grouped convolutions, as bits, with the dim of groups.
     grouped: list[tuple[int, Dim]] = field(default_factory=list)
     # The shapes of activations that loops carry and nothing constrains, with the

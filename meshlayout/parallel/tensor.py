@@ -105,11 +105,8 @@ def tensor_parallel(
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
     names: set[str] = set()  # of activations
-
-    def see(name: str, *_: object) -> None:
-        names.add(name)
-
-    with activate(LayoutMap(mesh, {".": see} if sequence else {})):
+    name_rules = {".": lambda name, *_: names.add(name)} if sequence else {}
+    with activate(LayoutMap(mesh, name_rules)):
         params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
     if sequence and "residual" not in names:
         fact = "sequence=True is for models that say ml.constrain(x, 'residual')"
