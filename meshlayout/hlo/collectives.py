@@ -202,8 +202,7 @@ def _replica_groups(text: str, num_devices: int) -> list[list[int]]:
     shape, source, order = map(_integers, grid)
     # Of an axis that is chosen in part, 'a':(2)4, 2 is outside of the part, 4 its size.
     picked = {name: (pre, size) for name, pre, size in _AXIS.findall(chosen)}
-    parts: list[int] = []
-    columns: list[int] = []
+    parts, columns = list[int](), list[int]()
     for name, size in re.findall(r"'([^']+)'=(\d+)", axes):
         before, inside = picked.get(name, ("", "1"))
         split = int(before or 1), int(inside or size)
@@ -232,8 +231,7 @@ def _mesh_axes(
 
     Groups of devices that the mesh does not have go along no axes.
     """
-    along: set[int] = set()
-    widths: set[int] = set()
+    along, widths = set[int](), set[int]()
     for group in groups:
         if max(group, default=0) >= mesh.size:
             return (), False
