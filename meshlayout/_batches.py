@@ -55,10 +55,8 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
     specs = layout.specs
     if rank == 1:
         specs = () if specs[:1] == (...,) else specs[:1]
-    elif layout.has_ellipsis:
-        return layout.with_rank(rank)
-    if len(specs) > rank:
-        layout.with_rank(rank)  # refuses
+    elif layout.has_ellipsis or len(specs) > rank:
+        return layout.with_rank(rank)  # refuses what has more dims
     return layout.with_specs([*specs, *[None] * (rank - len(specs))])
 
 
@@ -75,20 +73,18 @@ def num_examples(batch: Batch) -> int:
     if len(sizes) == 1:
         return sizes.pop()
     if not sizes:
-        msg = "the batch has no array with a batch dim."
-        raise StepError(msg)
+        raise StepError("the batch has no array with a batch dim.")
     # Paths are only needed for the message: finding them takes longer than a step.
     names: dict[int, str] = {}
     for leaf, shape in zip(_paths.flatten(batch).leaves, shapes, strict=True):
         if shape:
             names.setdefault(shape[0], leaf.path or "the batch")
     (rows, name), (other_rows, other_name), *_ = names.items()
-    msg = (
+    raise StepError(
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "
         f"{other_name!r} has {other_rows}. Pass values that are not part of the batch "
         "to the loss function in another way, such as a closure or a scalar."
     )
-    raise StepError(msg)
 
 
 def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
@@ -130,10 +126,7 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
 
 
 def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
-    """Returns a copy of a batch, of its type, with these weights or raises StepError.
-
-    A tuple or list may also end where they belong.
-    """
+    """Returns a copy of a batch with these weights, also at its end; or StepError."""
     record: Any = batch
     is_record = dataclasses.is_dataclass(batch) or hasattr(batch, "_fields")
     if key in getattr(batch, "_fields", ()):
@@ -176,10 +169,7 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
 
 
 def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
-    """Replaces NaN and infinity by 0 in rows of weight 0.
-
-    The gradient through them would be 0 times NaN, which is NaN.
-    """
+    """Replaces NaN and infinity by 0 in rows of weight 0, as 0 times NaN is NaN."""
     if weights is None:
         return batch
     real = weights != 0
@@ -210,9 +200,8 @@ def mark_weights(weights: jax.Array) -> None:
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     """Raises StepError if the weights that the library made are not at a key."""
-    if not marked_weights or is_marked(get_weights(batch, key)):
-        return
-    if not any(map(is_marked, jax.tree.leaves(batch))):
+    is_right = not marked_weights or is_marked(get_weights(batch, key))
+    if is_right or not any(map(is_marked, jax.tree.leaves(batch))):
         return
     named = _paths.flatten(batch).leaves
     place: WeightsKey = next(leaf.path for leaf in named if is_marked(leaf.value))

@@ -45,12 +45,7 @@ class Context(TypedDict, total=False):
 
 
 def shown(value: Any) -> str:
-    """Returns a value as messages show it: short, and never a full array or model.
-
-    Examples:
-        >>> shown("3"), shown(dict), shown(np.zeros((2, 3)))
-        ("'3'", 'the class dict', 'an array of shape (2, 3)')
-    """
+    """Returns a value as messages show it: short, and never a full array or model."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     with contextlib.suppress(MeshLayoutError):  # a PerReplica is not one array
@@ -294,7 +289,7 @@ _MEANINGS = {
 }
 
 # What users of other libraries write by habit, and what takes its place here.
-_REFLEXES = {
+_HABITS = {
     "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
     "make_train_step": "Write make_train_step(loss_fn), and give the step the state.",
     "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
@@ -304,38 +299,29 @@ _REFLEXES = {
     "state_dict": "Write ml.checkpoint.save_safetensors(file, state.params).",
     "load_state_dict": "Write params = ml.checkpoint.load_safetensors(file, "
     "state.params); state = state.replace(params=params).",
-    "TrainState.to": "Layouts place arrays: TrainState.create(build, tx, layouts).",
-    "TrainState.cuda": "Layouts place arrays: TrainState.create(build, tx, layouts).",
+    "TrainState.to TrainState.cuda Trainer.devices Trainer.strategy": "Layouts place "
+    "arrays on a mesh: TrainState.create(build, tx, layouts).",
     "TrainState.parameters": "Write state.params.",
-    "TrainState.train": "Leave it out: a train step sets it.",
-    "TrainState.eval": "Leave it out, or write model = state.model; model.eval().",
-    "fully_shard": "Write ml.parallel.fsdp(mesh), a map for TrainState.create.",
-    "FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
+    "TrainState.train TrainState.eval": "Leave it out: steps set it. For calls "
+    "of your own, write model = state.model; model.eval().",
+    "fully_shard FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
     "init_process_group": "Write ml.initialize().",
     "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
     "shard_axis": "Write axes='fsdp'.",
-    "max_grad_norm": "Write clip_norm=1.0.",
-    "gradient_clip_val": "Write clip_norm=1.0.",
-    "gradient_accumulation_steps": "Write accumulate=4.",
-    "no_sync": "Write accumulate=4: gradients are summed once for each update.",
-    "Trainer.max_epochs": "It is an argument of fit: fit(data, epochs=3).",
-    "Trainer.callbacks": "It is an argument of fit: fit(data, callbacks=[...]).",
+    "max_grad_norm gradient_clip_val": "Write clip_norm=1.0.",
+    "gradient_accumulation_steps no_sync": "Write accumulate=4.",
+    "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
     "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
-    "Trainer.devices": "The mesh has the devices: ml.create_mesh({'batch': 8}).",
-    "Trainer.strategy": "The layouts of the state say it: ml.parallel.fsdp(mesh).",
     "summary": "print(state) is the summary.",
-    "optimizer": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
-    "learning_rate": "Write trainer.state = trainer.state.replace(tx=adam(1e-4)).",
+    "optimizer learning_rate": "Write trainer.state = trainer.state.replace(tx=tx).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
-    "save": "Write ml.Checkpointer(directory).save(step, state).",
-    "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
-    "restore": "Write checkpointer.restore(state, step=1).",
+    "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
+    "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
     "score": "Write evaluate(x, y, batch_size=32)['accuracy'].",
     "Trainer.model": "Write model = trainer.state.model; model.eval().",
     "train_on_batch": "Write ml.make_train_step(loss_fn)(state, batch).",
-    "save_weights": "Write ml.Checkpointer(directory).save(step, trainer.state).",
     "ModelCheckpoint": "Write Checkpoint(ml.Checkpointer(directory, keep=3)).",
     "TensorBoard": "Write Log(directory).",
     "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
@@ -345,11 +331,11 @@ _REFLEXES = {
     "labels(logits, labels) in loss_fn.",
     "history": "It has the values itself, as history['loss'].",
     "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
-    "steps": "Give a function that returns itertools.islice(batches, n).",
-    "validation_steps": "Give a function that returns itertools.islice(batches, n).",
+    "steps validation_steps": "Let a function return itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
-    "distribute_dataset": "Write distribute_dataset(data, mesh, global_batch_size=8).",
+    "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
+    "global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
     "resolver": "Leave it out: ml.initialize() finds the processes.",
     "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
@@ -367,12 +353,12 @@ _REFLEXES = {
     "LayoutMap.scope": "Write `with ml.scope(layouts):`.",
     "sharding_specs": "Write layout.specs.",
     "DVariable": "Write ml.relayout(x, layout): an array carries its layout.",
-    "DTensorDataset": "Write ml.distribute_dataset(x, layout, global_batch_size=32).",
     "default_mesh": "Write `with jax.set_mesh(mesh.jax_mesh):`.",
     "GradientTape": "Write nnx.value_and_grad(loss_fn)(model), or jax.grad.",
-    "sample_weight": "Weights go into the data: {'x': x, 'y': y, 'weight': weights}.",
-    "class_weight": "Weights go into the data: 'weight': class_weights[y].",
+    "sample_weight class_weight": "Weights go into the data: {'x': x, 'y': y, "
+    "'weight': weights}.",
 }
+_REFLEXES = {name: hint for names, hint in _HABITS.items() for name in names.split()}
 
 
 def user_call(target: F) -> F:

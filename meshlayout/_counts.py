@@ -7,19 +7,16 @@ another one had when its program ended waits for that one.
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 
+@dataclass(slots=True)
 class Counts:
-    """What this process has begun.
+    """What this process has begun."""
 
-    Steps are calls that all processes take part in, by the main thread; others, what
-    else all take part in; meetings, exchanges of some, each of whom knows the others.
-    """
-
-    __slots__ = ("meetings", "others", "steps")
-
-    def __init__(self) -> None:
-        self.steps = self.others = self.meetings = 0
+    steps: int = 0  # calls that all processes take part in, by the main thread
+    others: int = 0  # what else all take part in
+    meetings: int = 0  # exchanges of some, each of whom knows the others
 
 
 counts = Counts()

@@ -28,8 +28,7 @@ def plain_array(
     nodes = jax.tree.leaves(value, is_leaf=lambda x: not isinstance(x, (list, tuple)))
     if any(isinstance(node, np.ma.MaskedArray) for node in nodes):
         msg = f"{where} is a masked array, and JAX would lose its mask. Fill it with"
-        hint = "x.filled(value), and pass the mask as a separate array if it matters."
-        raise error(f"{msg} {hint}")
+        raise error(f"{msg} x.filled(value), and pass the mask on its own if needed.")
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as problem:
@@ -62,8 +61,7 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         return value
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
-        msg = f"{where}: {shown(value)} is not an array of numbers."
-        raise LayoutError(msg)
+        raise LayoutError(f"{where}: {shown(value)} is not an array of numbers.")
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return array

@@ -108,8 +108,7 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     sharding: Any = getattr(jax.typeof(value), "sharding", None)
     if {*_axis_types(sharding)} != {AxisType.Explicit}:
         return None
-    on_host = is_on_host(value)
-    return sharding.with_memory_kind("pinned_host") if on_host else sharding
+    return sharding.with_memory_kind("pinned_host") if is_on_host(value) else sharding
 
 
 # As a function of C, to which no call of a method compares; not of PRNG keys.
@@ -132,10 +131,7 @@ _PLAIN = frozenset(map(np.dtype, ("?", *"bhiBHIefF")))
 
 
 def is_plain(x: Leaf) -> bool:
-    """Returns, fast, whether a value is a NumPy array that a device can hold as it is.
-
-    It may say no of others, such as those of 64 bits.
-    """
+    """Returns, fast, whether a value surely is a NumPy array that a device can hold."""
     return type(x) is np.ndarray and x.dtype in _PLAIN
 
 
@@ -193,10 +189,7 @@ def operands_of(jaxpr: Any, index: int | None = None) -> list[bool]:
 
 
 def inner_constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that functions inside a jaxpr close over.
-
-    A function under `jit` keeps its own; a jaxpr's text does not show them.
-    """
+    """Yields arrays that functions inside a jaxpr close over, which its text lacks."""
     for eqn in equations(jaxpr):
         for param in _params(eqn):
             yield from getattr(param, "consts", ())
@@ -314,15 +307,11 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
     values = np.array(x, canonical_dtype(jax.typeof(x).dtype))
     main = NamedSharding(sharding.mesh, sharding.spec)
     placed = jax.make_array_from_callback(values.shape, main, values.__getitem__)
-    placed = with_weak_type(placed, weak_type=jax.typeof(x).weak_type)
-    return put(placed, sharding)
+    return put(with_weak_type(placed, weak_type=jax.typeof(x).weak_type), sharding)
 
 
 def concrete_value(x: Leaf) -> Any:
-    """Returns the array behind a traced value if there is one, as in eager grad.
-
-    The tests of gradients through relayout in tests/test_arrays.py notice.
-    """
+    """Returns the array of a traced value, as in eager grad: tests/test_arrays.py."""
     if not isinstance(x, jax.core.Tracer):
         return x
     value = jax_core.to_concrete_value(x)
@@ -396,8 +385,7 @@ def in_device_memory(x: Leaf) -> Leaf:
 
 def is_on_host(x: Leaf) -> bool:
     """Returns whether a value, inside jit, is in the host's memory."""
-    space = getattr(jax.typeof(x), "memory_space", None)
-    return getattr(space, "name", "") == "Host"
+    return getattr(getattr(jax.typeof(x), "memory_space", None), "name", "") == "Host"
 
 
 def memory_in_jit() -> bool:
@@ -465,8 +453,7 @@ def key_impl(dtype: DType) -> str:
 
 def x64_mode(*, enabled: bool) -> Any:
     """Returns a context in which arrays are 64-bit or not, for this thread."""
-    home = jax if hasattr(jax, "enable_x64") else jax.experimental
-    return home.enable_x64(enabled)
+    return (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(enabled)
 
 
 def coordination_client() -> Any:
@@ -520,12 +507,11 @@ def check_joined(where: str) -> None:
         return
     if has_backend() and jax.process_count() > 1:  # after `shutdown`
         return
-    msg = (
+    raise ClusterError(
         f"{where}: this is process {index} of {count} that meshlayout.launch started, "
         "and it does not know the others: each would train alone. Add ml.initialize() "
         "at the top of the program, before anything that uses JAX's devices."
     )
-    raise ClusterError(msg)
 
 
 def detect_cluster(
@@ -596,8 +582,7 @@ def compile_module(module: bytes, devices: Sequence[Device]) -> tuple[str, Any]:
     """Compiles a lowered program's bytecode; returns the text and sizes in memory."""
     options = compiler.get_compile_options(1, len(devices), np.array([devices]))
     # What has no sharding in the text gets the compiler's, as under `jax.jit`.
-    build = options.executable_build_options
-    build.allow_spmd_sharding_propagation_to_output = [True]
+    options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     with mlir.make_ir_context():
         arguments = mlir.ir.Module.parse(module), xla_client.DeviceList(tuple(devices))
         compile_ = compiler.backend_compile_and_load

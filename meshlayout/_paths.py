@@ -52,11 +52,10 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     paths = paths if whole else _without_params(tree, paths)
     for path, count in Counter(paths).items():
         if count > 1:
-            msg = (
+            raise MeshLayoutError(
                 f"two leaves have the path {path!r}: a key that contains '/' reads "
                 "like two keys, and 1 like '1'. Rename one of them."
             )
-            raise MeshLayoutError(msg)
     leaves = [leaf._replace(path=x) for leaf, x in zip(leaves, paths, strict=True)]
     return Flat(leaves, unflatten)
 

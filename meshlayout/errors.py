@@ -101,18 +101,12 @@ class LayoutWarning(UserWarning):
 def stack_level() -> int:
     """Returns the `stacklevel` at which a warning names a line of the user's code."""
     inside = ("jax", "flax", "meshlayout", "contextlib", "functools")
-    frames = [frame for frame, _ in walk_stack(currentframe())]
-    names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    names = [str(f.f_globals.get("__name__")) for f, _ in walk_stack(currentframe())]
     users = [name.partition(".")[0] not in inside for name in names]
     return max(1, users.index(True)) if any(users) else len(users)
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """Returns a sentence with the candidate nearest to a name; empty if none is near.
-
-    Examples:
-        >>> did_you_mean("modle", ["batch", "model"])
-        " Did you mean 'model'?"
-    """
+    """Returns a sentence with the candidate nearest to a name, or nothing."""
     near = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

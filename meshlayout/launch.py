@@ -102,17 +102,7 @@ def _count(text: str) -> int:
 def device_variables(
     count: int, per_process: int | None, environment: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Returns the variables that give each process its share of the devices.
-
-    Raises:
-        ValueError: If there are too few GPUs.
-
-    Examples:
-        >>> device_variables(2, None, {"CUDA_VISIBLE_DEVICES": "0,1,4,5"})
-        [{'CUDA_VISIBLE_DEVICES': '0,1'}, {'CUDA_VISIBLE_DEVICES': '4,5'}]
-        >>> device_variables(1, 4, {"JAX_PLATFORMS": "cpu"})
-        [{'JAX_NUM_CPU_DEVICES': '4', 'NPROC': '8'}]
-    """
+    """Returns each process's variables for its share of the devices, or ValueError."""
     platforms = {*environment.get("JAX_PLATFORMS", "").split(",")} - {""}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]

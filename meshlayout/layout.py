@@ -70,11 +70,9 @@ class Misfit(NamedTuple):
         """The nearest sizes that would fit, and the alternative."""
         below = self.size // self.num_shards * self.num_shards
         above = below + self.num_shards
-        sizes = f"sizes that fit: {below} and {above}"
-        return (
-            f"Nearest {sizes if below else f'size that fits: {above}'}. "
-            f"To keep the size, leave dim {self.dim} UNSHARDED."
-        )
+        sizes = f"sizes that fit: {below} and" if below else "size that fits:"
+        keep = f"To keep the size, leave dim {self.dim} UNSHARDED."
+        return f"Nearest {sizes} {above}. {keep}"
 
 
 @_checks.user_call
@@ -107,8 +105,6 @@ class Layout(_checks.WithReflexes):
         >>> layout = Layout(["batch", UNSHARDED, "model"], mesh)
         >>> tuple(layout.spec)
         ('batch', None, 'model')
-        >>> layout.shard_shape((6, 5, 8))
-        (3, 5, 2)
     """
 
     specs: tuple[DimSpec, ...]
@@ -148,8 +144,7 @@ class Layout(_checks.WithReflexes):
     def rank(self) -> int:
         """The number of dims, or a LayoutError if `...` leaves it open."""
         if self.has_ellipsis:
-            msg = f"{self!r} has `...` and so no rank yet; use layout.with_rank(n)."
-            raise LayoutError(msg)
+            raise LayoutError(f"{self!r} has no rank yet: use layout.with_rank(n).")
         return len(self.specs)
 
     @property
@@ -363,10 +358,7 @@ class Layout(_checks.WithReflexes):
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
-    """Returns a user's `Layout` or `NamedSharding` as a `Layout`.
-
-    A `rank` fills in `...`, and trailing dims that a PartitionSpec leaves out.
-    """
+    """Returns a user's `Layout` or `NamedSharding` as a `Layout`, filled to a rank."""
     if not isinstance(value, (Layout, NamedSharding)):
         is_spec = isinstance(value, (list, tuple, PartitionSpec))
         hint = " A spec needs a mesh: Layout(spec, mesh)." * is_spec
@@ -414,8 +406,7 @@ def _parse_specs(specs: Any) -> tuple[DimSpec, ...]:
         msg = "specs must be a list, a tuple or a PartitionSpec with one entry per dim"
         raise LayoutError(f"{msg}, got {_checks.shown(specs)}.")
     if any(getattr(specs, kind, ()) for kind in ("unreduced", "reduced")):
-        msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
-        raise LayoutError(msg)
+        raise LayoutError(f"{specs} has unreduced or reduced axes, not only shards.")
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
     if entries.count(...) > 1:
         msg = f"{specs_text(entries)} has `...` twice; one stands for all other dims."
@@ -440,8 +431,7 @@ def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
     for index, axis in enumerate(axes):
         if axis not in mesh:
             fact = f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
-            is_word = axis == entry_text(None)
-            hint = " Write UNSHARDED, or None." * is_word
+            hint = " Write UNSHARDED, or None." * (axis == entry_text(None))
             raise LayoutError(fact + (hint or did_you_mean(axis, mesh.axis_names)))
         if axis in axes[:index]:
             fact = f"mesh axis {axis!r} is used twice in {specs_text(specs)}"

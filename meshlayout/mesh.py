@@ -68,19 +68,17 @@ class Mesh:
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         mesh = getattr(mesh, "jax_mesh", mesh)
         if not isinstance(mesh, jax.sharding.Mesh) or not mesh.size:
-            msg = (
+            raise MeshError(
                 "expected a Mesh or a jax.sharding.Mesh with devices, got "
                 f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
-            raise MeshError(msg)
         for name in mesh.axis_names:
             pattern = r"\s*[^\s,=|][^,=|]*"
             if not isinstance(name, str) or not re.fullmatch(pattern, name):
                 msg = f"axis name {shown(name)} must be a string without any of , = |."
                 raise MeshError(f"{msg} Use a name such as 'batch'.")
         _jax.check_joined("Mesh")
-        shape = MappingProxyType(dict(mesh.shape))
-        self.__dict__.update(jax_mesh=mesh, shape=shape)
+        self.__dict__.update(jax_mesh=mesh, shape=MappingProxyType(dict(mesh.shape)))
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -127,8 +125,7 @@ class Mesh:
         for name in names:
             if name not in self.axis_names:
                 hint = did_you_mean(name, self.shape)
-                msg = f"{self!r} has no axis {shown(name)}.{hint}"
-                raise MeshError(msg)
+                raise MeshError(f"{self!r} has no axis {shown(name)}.{hint}")
         return math.prod(self.shape[name] for name in names)
 
     def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
@@ -220,11 +217,10 @@ class Mesh:
         devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
         return _render.picture_html(f"{self!r}: {self.size} {devices}", picture)
 
-    def __copy__(self) -> "Mesh":
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> "Mesh":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mesh.from_string, (self.to_string(),)
@@ -321,12 +317,11 @@ def _parse_axes(axes: Any) -> dict[str, int]:
     counts = [*sizes.values()]
     is_bad = min(counts, default=0) < -1 or 0 in counts or counts.count(-1) > 1
     if is_bad or not sizes or len(sizes) < len(pairs):
-        msg = (
+        raise MeshError(
             f"{shown(axes)} does not give each axis name once with a size: a positive "
             "integer, or for one axis -1, for whatever is left. Write {'batch': 2, "
             "'model': 4}, [('batch', 2), ('model', -1)] or 'batch=2,model=4'."
         )
-        raise MeshError(msg)
     return sizes
 
 
@@ -422,13 +417,12 @@ def _device_grid(
         crossing[axis] = math.gcd(sizes[axis], num_left)
         num_left //= crossing[axis]
     if slow_axes is not None and num_left > 1:
-        msg = (
+        raise MeshError(
             f"the axes in dcn=, ({sizes_text({x: sizes[x] for x in slow})}), cannot be "
             f"divided among the {count} {_UNITS[attribute]} of the devices: their "
             f"sizes must together make {count}, or a multiple of it. Or leave out "
             "dcn=, if the network between them is fast."
         )
-        raise MeshError(msg)
     fast_sizes = [size // crossing[axis] for axis, size in sizes.items()]
     by_process, slow_sizes = attribute == "process_index", [*crossing.values()]
     try:

@@ -27,8 +27,7 @@ class Shards:
     _note: str  # on how many shards there are
 
     def __repr__(self) -> str:
-        picture = _render.picture_text(self._picture)
-        return "\n".join([self._title, picture, self._note])
+        return "\n".join([self._title, _render.picture_text(self._picture), self._note])
 
     def _repr_html_(self) -> str:
         return _render.picture_html(self._title, self._picture, [self._note])
@@ -86,11 +85,10 @@ def visualize(
         part = tuple(dim.indices(size)[:2] for dim, size in pairs)
         held.append((int(device.id), part))
     axes = [entry_text(entry) if entry else "" for entry in layout.specs]
-    dims = zip(shape, [f"@{text}" * bool(text) for text in axes], strict=True)
+    dims = [f"{n}@{x}" if x else f"{n}" for n, x in zip(shape, axes, strict=True)]
     title = "" if dtype is None else _render.dtype_text(dtype)
-    title += f"[{', '.join(f'{size}{text}' for size, text in dims)}]"
-    kind = layout.memory_kind
-    title += f" on {layout.mesh!r}" + f" in {kind}" * bool(kind)
+    title += f"[{', '.join(dims)}] on {layout.mesh!r}"
+    title += f" in {layout.memory_kind}" * bool(layout.memory_kind)
     num_shards = len({part for _, part in held})
     copies, nbytes = len(held) // num_shards, ""
     if dtype is not None:

@@ -139,7 +139,7 @@ def _color(number: int, count: int) -> str:
 
 def _label(grid: Grid, row: int, column: int) -> str:
     """Returns the device ids in a cell, or their number if they do not fit."""
-    if row < 0 or column < 0:
+    if (row, column) not in grid:
         return "…"
     devices = grid[row, column].devices
     ids = ranges_text(sorted(devices)).replace(",", ", ")
@@ -211,8 +211,7 @@ def _head(text: str, span: int = 1) -> str:
 
 
 def _cell_html(grid: Grid, row: int, column: int) -> str:
-    text = _label(grid, row, column)
-    if row < 0 or column < 0:
-        return f'<td style="{_PLAIN}">{text}</td>'
-    fill = f"background:{grid[row, column].color};{_FILLED};text-align:center"
-    return f'<td style="{fill}">{text}</td>'
+    style, cell = _PLAIN, grid.get((row, column))
+    if cell is not None:
+        style = f"background:{cell.color};{_FILLED};text-align:center"
+    return f'<td style="{style}">{_label(grid, row, column)}</td>'

@@ -57,10 +57,7 @@ def text_table(
     align: str | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a table for a terminal: a header, a line, and one line per row.
-
-    `align` has one letter per column, `l`, `r` or `c`; notes are lines below it.
-    """
+    """Returns a table for a terminal; `align` has one of `l`, `r`, `c` per column."""
     lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
     rule = ["─" * max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, rule)

@@ -9,11 +9,7 @@ from meshlayout.arrays.creation import (
     uniform as uniform,
     zeros as zeros,
 )
-from meshlayout.arrays.parts import (
-    pack as pack,
-    to_numpy as to_numpy,
-    unpack as unpack,
-)
+from meshlayout.arrays.parts import pack as pack, to_numpy as to_numpy, unpack as unpack
 from meshlayout.arrays.placement import (
     check_layout as check_layout,
     copy_to_mesh as copy_to_mesh,

@@ -54,13 +54,11 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     """
     parts = [] if isinstance(parts, dict) else [with_lists_as_arrays(x) for x in parts]
     if not parts:
-        msg = "pack: parts must be a list with one part, or tree of parts, per device."
-        raise LayoutError(msg)
+        raise LayoutError("pack: parts must be a list, with one part per device.")
     leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)
     for index, structure in enumerate(structures):
         if structure != structures[0]:
-            msg = f"parts 0 and {index} have different structures: {structures[0]} and "
-            raise LayoutError(f"{msg}{structure}.")
+            raise LayoutError(f"part {index} is {structure}, part 0 {structures[0]}.")
     columns = list(zip(*leaves, strict=True))
     pack_leaf = functools.partial(_pack_leaf, verify=verify)
     numbers = structures[0].unflatten(range(len(columns)))  # for their names
@@ -72,27 +70,23 @@ def _pack_leaf(
     _: int, column: Sequence[Any], layout: object, *, verify: bool
 ) -> jax.Array:
     if any(isinstance(part, Tracer) for part in column):
-        msg = "pack joins arrays on devices, and inside jit there are none yet."
-        raise LayoutError(f"{msg} Pack outside, or use relayout.")
+        raise LayoutError("pack joins arrays on devices: inside jit, use relayout.")
     parts = [as_array(part) for part in column]
     layout = as_layout(layout, parts[0].ndim)
-    mesh = layout.mesh
-    if len(parts) != mesh.num_local_devices():
-        msg = f"got {len(parts)} parts for the {mesh.num_local_devices()} devices of "
+    mesh, devices = layout.mesh, layout.mesh.local_devices
+    if len(parts) != len(devices):
+        msg = f"got {len(parts)} parts for the {len(devices)} devices of "
         msg += f"{mesh!r} on this process. Give one part per device, in mesh order, "
         raise LayoutError(f"{msg}including devices that hold replicas.")
     indices = dict(zip(mesh.devices.flat, layout.offset_to_shard(), strict=True))
     of_process = f" of process {jax.process_index()}" * (jax.process_count() > 1)
     facts: list[tuple[str, str, str]] = []
     shards: list[jax.Array] = []
-    devices = mesh.local_devices
     for number, (part, device) in enumerate(zip(parts, devices, strict=True)):
         name = f"part {number}{of_process}"
         # On the devices: float64 and float32 parts fit together without x64.
-        dtype, is_on_host = (
-            _jax.canonical_dtype(part.dtype),
-            isinstance(part, np.ndarray),
-        )
+        dtype = _jax.canonical_dtype(part.dtype)
+        is_on_host = isinstance(part, np.ndarray)
         kind = _render.array_text(dtype, part.shape)
         facts.append((name, "the parts of an array", kind))
         # Copied, as a CPU device would use the user's memory, and a step may donate it.
@@ -137,8 +131,7 @@ def unpack(x: Leaf) -> list[Any]:
     """
     columns = for_each(_unpack_leaf, x)
     if not columns or any([*column] != [*columns[0]] for column in columns):
-        msg = "unpack: x must be arrays on the same devices, in the same order."
-        raise LayoutError(msg)
+        raise LayoutError("unpack: x must be arrays on the same devices, in order.")
     unflatten = jax.tree.structure(x).unflatten
     return [unflatten(column[device] for column in columns) for device in columns[0]]
 
@@ -146,10 +139,8 @@ def unpack(x: Leaf) -> list[Any]:
 def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if not is_concrete(x):
-        msg = "unpack needs an array on a mesh, and outside jit: relayout(x, layout)."
-        raise LayoutError(msg)
-    shards = _jax.with_shards(x).addressable_shards
-    parts = {shard.device: shard.data for shard in shards}
+        raise LayoutError("unpack needs an array on a mesh, and outside of jit.")
+    parts = {s.device: s.data for s in _jax.with_shards(x).addressable_shards}
     if not isinstance(x.sharding, NamedSharding):
         return parts
     # In mesh order, in which `pack` takes them; JAX's order may be another one.
@@ -181,8 +172,7 @@ def _host_value(x: Leaf) -> Any:
     """Returns the full value of an array or number; for PRNG keys, their words."""
     x = _jax.concrete_value(x)  # eager grad and the like still have values
     if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-        msg = "an abstract array has no value; return it from jit."
-        raise LayoutError(msg)
+        raise LayoutError("an abstract array has no value; return it from jit.")
     if not isinstance(x, jax.Array):
         is_array = hasattr(x, "__array__") or isinstance(x, (bool, int, float, complex))
         return plain_array(x) if is_array else x
@@ -195,9 +185,7 @@ def _host_value(x: Leaf) -> Any:
 # Several processes.
 
 
-def replica_sums(
-    arrays: Iterable[jax.Array | np.ndarray[Any, Any]],
-) -> dict[str, int]:
+def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> dict[str, int]:
     """Returns sums of bits of what several processes hold, by which part it is.
 
     A program per device sums one copy of each shard; only sums come to the host.

@@ -206,8 +206,7 @@ def full_rank(x: Leaf, layout: object) -> Layout:
     """Returns a layout for a new array, which fits it and has nothing to match."""
     layout = as_layout(layout, np.ndim(x))
     if MATCH in layout.specs:
-        msg = f"{layout!r} holds MATCH; a new array has nothing to match."
-        raise LayoutError(msg)
+        raise LayoutError(f"{layout!r} holds MATCH; a new array has nothing to match.")
     return _fitting(x, layout)
 
 
@@ -280,8 +279,7 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
         NotImplementedError,  # between devices of other processes
     ) as error:
         reason = str(error).strip().partition("\n")[0] or "other axes are in force."
-        msg = f"JAX cannot move it to {layout!r}: {reason}"
-        raise LayoutError(msg) from error
+        raise LayoutError(f"JAX cannot move it to {layout!r}: {reason}") from error
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:

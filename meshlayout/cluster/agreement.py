@@ -80,8 +80,7 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
     """
     trees = _exchange("all_gather", timeout_s, _on_host, tree)
     if text := difference({p: _texts(x, _type_text) for p, x in trees.items()}):
-        msg = f"all_gather: the trees differ between processes: {text}."
-        raise ClusterError(msg)
+        raise ClusterError(f"all_gather: the trees differ between processes: {text}.")
     return jax.tree.map(_stacked, *trees.values())
 
 
@@ -105,8 +104,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """
     facts = _exchange(f"assert_same {what!r}", timeout_s, _texts, value, _value_text)
     if text := difference(facts):
-        msg = f"{what} must be the same on all processes: {text}."
-        raise ClusterError(msg)
+        raise ClusterError(f"{what} must be the same on all processes: {text}.")
 
 
 def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
@@ -142,8 +140,7 @@ def _exchange(
         message = call, pickle.dumps(value(*args))
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
     if text := difference({p: {"the call": x} for p, (x, _) in messages.items()}):
-        msg = f"processes are at different calls: {text}. {_HINT}"
-        raise ClusterError(msg)
+        raise ClusterError(f"processes are at different calls: {text}. {_HINT}")
     return {process: pickle.loads(value) for process, (_, value) in messages.items()}
 
 

@@ -185,8 +185,7 @@ def meet(settings: Settings, timeout_s: float) -> list[str]:
     timer = threading.Timer(_WARN_AFTER_S, lambda: warn(processes_text(late)))
     timer.start()
     try:
-        meeting = _join if index else _gather
-        problem, names = meeting(settings, hello, timeout_s, late)
+        problem, names = (_join if index else _gather)(settings, hello, timeout_s, late)
     finally:
         timer.cancel()
     if problem:

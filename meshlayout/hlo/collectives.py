@@ -8,12 +8,13 @@ repeat one collective in each piece of computation that it overlaps with, or as 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from meshlayout.hlo.origins import Origins
 from meshlayout.hlo.program import OP_NAME, Instruction, Program, arrays_of, nbytes
-from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
 from meshlayout.mesh import Mesh
 
 
@@ -125,7 +126,7 @@ def _collective(
         while len(arrays) > 2 and arrays[-1] == ("u32", ()):
             arrays.pop()
         arrays = arrays[len(arrays) // 2 :]
-    groups = replica_groups(instruction.rest, program.num_devices)
+    groups = _replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     size = sum(nbytes(*array) for array in arrays)
     computation = instruction.computation
@@ -137,14 +138,12 @@ def _collective(
             is_async = is_async or not is_scatter
     if is_scatter:
         kind, size, arrays = "reduce_scatter", size // width, arrays_of(outer.type)
-    axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
+    axes, is_whole = _mesh_axes(groups, mesh) if mesh else (None, False)
     times, times_known, in_loop = program.runs(computation)
     moved = origins.leaves(instruction, outer)
     scopes, source = origins.scopes_and_source(instruction)
     if not source:
         scopes, source = origins.scopes_and_source(outer)
-    # An NNX model has no scopes: the weights tell its layers apart.
-    module = "/".join(scopes) or origins.parent(moved) or origins.module(outer)
     return Collective(
         kind=kind,
         axes=axes,
@@ -158,7 +157,8 @@ def _collective(
         in_loop=in_loop,
         is_async=is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name=instruction.attribute(OP_NAME) or outer.attribute(OP_NAME),
-        module=module,
+        # An NNX model has no scopes: the weights tell its layers apart.
+        module="/".join(scopes) or origins.parent(moved) or origins.module(outer),
         source=source,
         leaves=tuple(moved),
     )
@@ -172,3 +172,71 @@ def _wire_bytes(kind: str, size: int, groups: list[list[int]]) -> int:
     shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1}
     shares |= {"collective_permute": 1, "collective_broadcast": 1}
     return math.ceil(size * shares.get(kind, (n - 1) / n))
+
+
+# A compiled program numbers the devices in the order of the mesh, and writes groups of
+# them as lists (`{{0,1},{2,3}}`), as rows of a grid that may be transposed
+# (`[2,4]<=[4,2]T(1,0)`), or as axes of a mesh of its own
+# (`mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}`).
+_LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
+_GRID = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
+_ROWS = re.compile(r"replica_groups=" + _GRID)
+_AXES = re.compile(
+    r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](?:, device_ids=\(" + _GRID + r"\))?"
+    r"\s*\{([^}]*)\}"
+)
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+
+def _replica_groups(text: str, num_devices: int) -> list[list[int]]:
+    """Returns an instruction's groups of places in the mesh, or pairs, one row each."""
+    if match := _LISTS.search(text):
+        return [_integers(group) for group in re.findall(r"\{([\d, ]+)\}", match[1])]
+    if match := _ROWS.search(text):
+        shape, sizes, order = map(_integers, match.groups(""))
+        return _grid(sizes or shape, order).reshape(shape).tolist()
+    match = _AXES.search(text)
+    if not match:
+        return [list(range(num_devices))]
+    axes, *grid, chosen = match.groups("")
+    shape, source, order = map(_integers, grid)
+    # Of an axis that is chosen in part, 'a':(2)4, 2 is outside of the part, 4 its size.
+    picked = {name: (pre, size) for name, pre, size in _AXIS.findall(chosen)}
+    parts, columns = list[int](), list[int]()
+    for name, size in re.findall(r"'([^']+)'=(\d+)", axes):
+        before, inside = picked.get(name, ("", "1"))
+        split = int(before or 1), int(inside or size)
+        if name in picked:
+            columns.append(len(parts) + 1)
+        parts += [*split, int(size) // math.prod(split)]
+    rows = [place for place in range(len(parts)) if place not in columns]
+    devices = _grid(source or shape or parts, order).reshape(parts)
+    width = math.prod(parts[place] for place in columns)
+    return devices.transpose(*rows, *columns).reshape(-1, width).tolist()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]
+
+
+def _grid(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose(order) if order else devices
+
+
+def _mesh_axes(
+    groups: Iterable[Sequence[int]], mesh: Mesh
+) -> tuple[tuple[str, ...], bool]:
+    """Returns the axes along which devices of a group differ, and if it has all there.
+
+    Groups of devices that the mesh does not have go along no axes.
+    """
+    along, widths = set[int](), set[int]()
+    for group in groups:
+        if max(group, default=0) >= mesh.size:
+            return (), False
+        places = np.stack(np.unravel_index(np.asarray(group), mesh.devices.shape))
+        along |= {*np.flatnonzero((places != places[:, :1]).any(axis=1)).tolist()}
+        widths.add(len(group))
+    axes = tuple(mesh.axis_names[index] for index in sorted(along))
+    return axes, widths == {mesh.axis_size(axes)}

@@ -142,10 +142,7 @@ def _noted(value: Instruction) -> Instruction | None:
 
 
 def _scopes(op_name: str) -> list[str]:
-    """Returns the scopes in JAX's name of an operation, without those that JAX adds.
-
-    Of an operation that several were merged into, those that all of them have.
-    """
+    """Returns the scopes in JAX's name of an operation, or in common of several."""
     paths = [
         [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]
         for path in re.split("[;:]", _ADDED.sub("", op_name))

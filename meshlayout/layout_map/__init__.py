@@ -1,12 +1,12 @@
 """Layouts for a whole tree, by rules on the paths of its leaves."""
 
-from meshlayout.layout_map.activations import (
+from meshlayout.layout_map.code import rules_for as rules_for
+from meshlayout.layout_map.layout_map import (
+    LayoutMap as LayoutMap,
     activate as activate,
     active_map as active_map,
     constrain as constrain,
 )
-from meshlayout.layout_map.code import rules_for as rules_for
-from meshlayout.layout_map.layout_map import LayoutMap as LayoutMap
 from meshlayout.layout_map.report import (
     Explanation as Explanation,
     Resolution as Resolution,

@@ -36,16 +36,11 @@ def rules_for(specs: Mapping[str, Layout | Rule | None]) -> dict[str, Rule]:
     Leaves with different notes have different rules; replicated ones without, none. No
     rule matches a leaf that is listed with None.
     """
-    rules = {
-        path: checked_rule(value, path)
-        for path, value in specs.items()
-        if value is not None
-    }
+    rules = {p: checked_rule(x, p) for p, x in specs.items() if x is not None}
     kinds: dict[str, Rule | None] = dict.fromkeys(specs)
     for path, rule in rules.items():
         layout: Any = rule.layout
-        is_plain = layout.is_fully_replicated and layout.memory_kind is None
-        if rule.note or not is_plain:
+        if rule.note or layout.memory_kind or not layout.is_fully_replicated:
             kinds[path] = Rule(layout, note=rule.note, is_generated=True)
     generated: dict[str, Rule] = {}
     for kind, whole in _joined(kinds):

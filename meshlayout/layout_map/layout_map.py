@@ -4,17 +4,19 @@
 `optimizer_slots` finds the parameter of each slot, and `report` shows the result.
 """
 
+import contextlib
 import difflib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 from jax.typing import DTypeLike
 
-from meshlayout import _checks, _paths
-from meshlayout._annotations import PyTree
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -23,7 +25,6 @@ from meshlayout.errors import (
     stack_level,
 )
 from meshlayout.layout import Layout
-from meshlayout.layout_map.activations import FrozenMap
 from meshlayout.layout_map.code import map_text, rules_of
 from meshlayout.layout_map.metadata import AxisRule, parse_axis_rules
 from meshlayout.layout_map.optimizer_slots import find_slots, state_indices
@@ -115,8 +116,7 @@ class LayoutMap(
         )
         parsed = self._options.default
         if parsed is not None and parsed.function is None and unmatched == "error":
-            msg = "default= is never used with unmatched='error'; give one of them."
-            raise LayoutMapError(msg)
+            raise LayoutMapError("give default= or unmatched='error', not both.")
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
         pairs: Any = rules.items() if isinstance(rules, Mapping) else rules
@@ -308,8 +308,6 @@ class LayoutMap(
 
     def _check_used(self, resolved: Resolved) -> None:
         """Warns or raises, as `unused` says, about rules that match no path."""
-        if self._options.unused == "ignore":
-            return
         if lines := [*self._explain_resolved(resolved).dead_lines()]:
             hint = "Correct it, or, for activations, give the map unused='ignore'."
             self._report_unused("\n".join([*lines, hint]))
@@ -321,7 +319,7 @@ class LayoutMap(
         if self._options.unused == "warn":
             warnings.warn(text, LayoutWarning, stacklevel=stack_level())
 
-    def _take_snapshot(self) -> FrozenMap:
+    def _take_snapshot(self) -> "FrozenMap":
         if self._snapshot is None:
             self._snapshot = FrozenMap(self | {})
         return self._snapshot
@@ -348,3 +346,65 @@ def _value_text(value: Any) -> str:
     if isinstance(value, Rule) and value.is_generated:
         value = value.layout
     return str(value) if isinstance(value, Layout) else repr(value)
+
+
+# Activations. A model calls `constrain` by name and knows no map; whoever traces the
+# model activates one. JAX must not reuse a function traced under another map, so the
+# active map is part of the keys of its compilation caches, as a snapshot.
+
+_active_map = jax.make_user_context(None)
+
+
+@dataclass(eq=False)
+class FrozenMap:
+    """A snapshot of a layout map, hashed by identity for JAX's compilation caches."""
+
+    layouts: LayoutMap
+    is_read: bool = False  # whether `constrain` has used it
+
+
+def activate(layouts: LayoutMap) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which `constrain` follows these layouts."""
+    return _active_map(layouts._take_snapshot())
+
+
+def active_map() -> LayoutMap | None:
+    """Returns the layout map of the innermost open scope; None outside of scopes."""
+    return _active_map.value and _active_map.value.layouts
+
+
+@_checks.user_call
+def constrain(x: Leaf, name: str) -> Any:
+    """Returns an activation in the layout that the active layout map gives it.
+
+    Inside `with ml.scope(layouts):` (or a step compiled with `layouts=`), the rules of
+    the map are matched against `name` as against the path of a parameter, such as
+    `"encoder/residual"`. If no map is active, or no rule matches, the value is returned
+    unchanged. Rules that disagree and layouts that do not fit are LayoutMapErrors.
+
+    Examples:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> layouts = ml.LayoutMap(mesh, {"hidden": ("batch", "model")})
+        >>> with ml.scope(layouts):
+        ...     h = jax.jit(lambda x: ml.constrain(x, "hidden"))(jax.numpy.ones((4, 8)))
+        >>> str(ml.Layout.of(h))
+        '[batch, model]'
+    """
+    snapshot = _active_map.value
+    if snapshot is None:
+        return x
+    snapshot.is_read = True
+    x = jax.numpy.asarray(x)
+    resolution = snapshot.layouts.match(name, x.shape, x.dtype)
+    if resolution is None:
+        return x
+    where = f"{name} {resolution.array}"
+    if resolution.fallback:
+        line = f"{where}: {resolution.fallback} (rule {resolution.rule!r})."
+        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+    if _jax.is_manual(x):
+        msg = f"{where}: inside shard_map every device works on its own shard, which "
+        raise LayoutMapError(f"{msg}constrain cannot move. Call it outside shard_map.")
+    move = _jax.constrain if _jax.is_staged(x) else _jax.put
+    return move(x, resolution.layout.sharding)

@@ -8,7 +8,7 @@ bytes and the lock show where concrete arrays are; `Resolved.layouts` is the map
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -65,8 +65,7 @@ class Resolution:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of the leaf on each device, in its current layout."""
-        shards = map(self.current_layout.num_shards, range(len(self.shape)))
-        return self.nbytes // math.prod(shards)
+        return self.current_layout.bytes_per_device(self.shape, self.dtype)
 
     @property
     def array(self) -> str:
@@ -214,10 +213,9 @@ class Explanation(Resolved):
         return f"{text}{_render.bytes_text(self.nbytes)} (saving {saving})."
 
 
-def _sizes(leaves: Iterable[Resolution]) -> tuple[str, str]:
+def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
     """Returns bytes per device, and the share that sharding saves, as text."""
-    pairs = [(0, 0), *((leaf.bytes_per_device, leaf.nbytes) for leaf in leaves)]
-    used, whole = map(sum, zip(*pairs, strict=True))
+    used, whole = sum(x.bytes_per_device for x in leaves), sum(x.nbytes for x in leaves)
     saving = 1 - used / whole if whole else 0
     return _render.bytes_text(used), f"{100 * saving:.0f}%"
 
@@ -232,8 +230,7 @@ def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str
     by_text: dict[tuple[str, str], list[str]] = {}
     for path, text in pairs:
         if text is not None:
-            key = (text, "" if text else folded(path))
-            by_text.setdefault(key, []).append(path)
+            by_text.setdefault((text, "" if text else folded(path)), []).append(path)
     for (text, _), paths in by_text.items():
         more = f" and {len(paths) - 1} more" * (len(paths) > 1)
         yield f"{what}: {paths[0]}{more}{f': {text}' if text else ''}"

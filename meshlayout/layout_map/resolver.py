@@ -164,13 +164,12 @@ class Resolver:
         rule, layout, policy, note = decisions[0]
         for other, other_layout, *_ in decisions:
             if other_layout != layout:
-                msg = (
+                raise LayoutMapError(
                     f"{array}: rules {rule.pattern!r} and {other.pattern!r} both match "
                     f"and disagree: {layout} against {other_layout}. Make the patterns "
                     "exclusive, add a rule for the exact path, or use "
                     "conflict='first', for which the order counts."
                 )
-                raise LayoutMapError(msg)
         if rule is self._options.default:
             pattern, source = None, "default, "
             reason = getattr(rule.function, "name", "default")
@@ -243,8 +242,7 @@ class Resolver:
                 return None
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
-            msg = f"{array}: rule {parsed.pattern!r}: {error}"
-            raise LayoutMapError(msg) from None
+            raise LayoutMapError(f"{array}: rule {parsed.pattern!r}: {error}") from None
         policy = rule.on_uneven or parsed.rule.on_uneven or self._options.on_uneven
         return layout, policy, rule.note or parsed.rule.note
 

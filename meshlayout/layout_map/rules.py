@@ -76,9 +76,8 @@ class ParsedRule:
 def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
     """Checks one rule; raises LayoutMapError if its pattern or layout is wrong."""
     if not isinstance(pattern, str) or not pattern:
-        msg = "a pattern must be a string, and not empty, got "
-        hint = "For every path, give the layout as default=."
-        raise LayoutMapError(f"{msg}{_checks.shown(pattern)}. {hint}")
+        msg = f"a pattern must be a string, and not empty, got {_checks.shown(pattern)}"
+        raise LayoutMapError(f"{msg}. For every path, give the layout as default=.")
     regex = _checks.pattern("pattern", pattern, error=LayoutMapError)
     where = f"rule {pattern!r}"
     rule = checked_rule(value, where)
@@ -113,16 +112,14 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     elif isinstance(value, (PartitionSpec, list, tuple)):
         layout = Layout(value, mesh)
     else:
-        msg = (
+        raise LayoutError(
             "expected a Layout, a tuple or list with one entry per dim, a "
             "PartitionSpec, or a function (path, shape, dtype) -> spec, got "
             f"{_checks.shown(value)}. Write (..., 'model') to shard the last dim, "
             "[...] for replicated. Rules for logical axis names go into logical_axes=."
         )
-        raise LayoutError(msg)
     if MATCH in layout.specs:
-        msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
-        raise LayoutError(msg)
+        raise LayoutError(f"{layout} holds MATCH, which is for relayout alone.")
     if isinstance(value, (PartitionSpec, NamedSharding)):  # may leave out dims
         layout = layout.with_specs((*layout.specs, ...))
     return layout

@@ -133,10 +133,7 @@ def block(dims: Iterable[Dim], reason: str) -> None:
 
 
 def link(first: Dim, second: Dim) -> None:
-    """Makes two dims of the same size have the same factors.
-
-    Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be sharded.
-    """
+    """Gives two dims of a size the same factors; 4 x 3 and 3 x 4 cannot be sharded."""
     # The major factor is last, to be popped.
     left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]
     while left and right:
@@ -234,16 +231,13 @@ class Flow:
     gradient_sums: list[GradientSum] = field(default_factory=list)
     # Factors that reductions end, and the bytes of the results.
     reductions: list[tuple[Factor, int]] = field(default_factory=list)
-    # Dims of arrays in which factors come together for the first time.
-    together: list[Dims] = field(default_factory=list)
+    together: list[Dims] = field(default_factory=list)  # where factors first meet
     # Groups of look-ups whose results are added up, as bits of contractions.
     added_lookups: set[int] = field(default_factory=set)
     # Factors of stacked weights that a product batches over.
     experts: list[Factor] = field(default_factory=list)
-    # Parameters with which something is multiplied, as bits.
-    multiplied: int = 0
-    # The contractions that are look-ups in parameters, as bits.
-    lookups: int = 0
+    multiplied: int = 0  # parameters that something is multiplied with, as bits
+    lookups: int = 0  # the contractions that are look-ups in parameters, as bits
     # Kernels of grouped convolutions, as bits, with the dim of groups.
     grouped: list[tuple[int, Dim]] = field(default_factory=list)
     # The shapes of activations that loops carry and nothing constrains, with the
@@ -280,9 +274,8 @@ class Flow:
         self, of: Value, dims: Iterable[Dim], other: int, weights: int = 0
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
-        nbytes = self._nbytes(of.size)
         self.gradient_sums += [
-            GradientSum(factor, of, nbytes, other, weights)
+            GradientSum(factor, of, self._nbytes(of.size), other, weights)
             for factor in itertools.chain.from_iterable(dims)
             if of.params
         ]

@@ -67,10 +67,6 @@ def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
     return [tuple(dims)] * len(shapes)
 
 
-def _transposed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
-    return [tuple(x.dims[dim] for dim in eqn.params["permutation"])]
-
-
 def _squeezed(flow: Flow, eqn: Equation, x: Value) -> list[Dims]:
     gone = {dim % len(x.shape) for dim in eqn.params["dimensions"]}
     return [tuple(dim for index, dim in enumerate(x.dims) if index not in gone)]
@@ -303,7 +299,9 @@ _KINDS: dict[Handler, str] = {
         random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
         rng_bit_generator rng_uniform
     """,
-    _transposed: "transpose",
+    lambda _, eqn, x: [
+        tuple(x.dims[d] for d in eqn.params["permutation"])
+    ]: "transpose",
     lambda flow, eqn, x: [regroup(x.dims, out_shapes(eqn)[0])]: "reshape",
     _squeezed: "squeeze",
     _broadcast: "broadcast_in_dim",

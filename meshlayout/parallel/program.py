@@ -98,8 +98,7 @@ def follow(
         params.append(Parameter(path, x.size * _jax.itemsize(x.dtype), array))
     arrays = [param.array for param in params]
     for x in shapes[len(params) :]:
-        dims = fresh_dims(x.shape, OF_INPUTS)
-        arrays.append(Value(x.shape, dims, of_inputs=True))
+        arrays.append(Value(x.shape, fresh_dims(x.shape, OF_INPUTS), of_inputs=True))
     _walk(flow, closed.jaxpr, arrays)
     return params, flow
 

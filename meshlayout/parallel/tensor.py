@@ -104,13 +104,9 @@ def tensor_parallel(
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
-    _checks.choice("sequence", sequence, (True, False), where="tensor_parallel")
     names: set[str] = set()  # of activations
-
-    def see(name: str, *_: object) -> None:
-        names.add(name)
-
-    with activate(LayoutMap(mesh, {".": see} if sequence else {})):
+    name_rules = {".": lambda name, *_: names.add(name)} if sequence else {}
+    with activate(LayoutMap(mesh, name_rules)):
         params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
     if sequence and "residual" not in names:
         fact = "sequence=True is for models that say ml.constrain(x, 'residual')"
@@ -331,10 +327,7 @@ def _sharded(candidate: Candidate, index: int) -> str:
 
 
 def _heaviest(worth: dict[Factor, float], rivals: _Rivals) -> list[Factor]:
-    """Returns candidates that do not exclude each other, of the largest worth.
-
-    Exact for a few that are tied together; of more, the most valuable come first.
-    """
+    """Returns candidates that do not exclude each other, of the largest worth."""
     left = dict(worth)
     chosen: list[Factor] = []
     while left:
