@@ -219,12 +219,11 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
         counts = _checks.real_array("weights", weights, where=where, error=MetricError)
         masks = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
         if not takes_any and known.keys().isdisjoint(masks):
-            msg = (
+            raise MetricError(
                 f"{where} takes neither 'mask' nor 'sample_weights', so it cannot "
                 "leave out what has weight 0. Use a metric of meshlayout.metrics, or "
                 "batches without padding and weights."
             )
-            raise MetricError(msg)
         values |= masks
     for name, parameter in known.items():
         if parameter.default is parameter.empty:

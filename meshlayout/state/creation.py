@@ -247,13 +247,12 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
-        msg = (
+        raise StateError(
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
             "layouts); or, inside ml.scope(layouts), give it as an argument. Of a "
             f"model that exists, return nnx.clone(model). ({error})"
-        )
-        raise StateError(msg) from error
+        ) from error
     shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)
     leaves = [next(shapes) if leaf is _ARRAY else leaf for leaf in leaves]
     return TracedBuild(jaxpr, leaves, treedef, graphdef)

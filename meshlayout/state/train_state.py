@@ -180,12 +180,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     def _refuse_used_up(self) -> None:
         # A step donates all arrays or none.
         if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
-            msg = (
+            raise StateError(
                 "a step has used up this state: it reused its memory. Continue with "
                 "the state that the step returned, or pass the step a copy: "
                 "jax.tree.map(jnp.copy, state)."
             )
-            raise StateError(msg)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays that are not parameters, for `model_state`.
@@ -309,11 +308,10 @@ def optimizer_by_path(
     kinds = (optax.GradientTransformation, type(None))
     values = optimizers.values() if isinstance(optimizers, Mapping) else ()
     if not values or not all(isinstance(tx, kinds) for tx in values):
-        msg = (
+        raise StateError(
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
         )
-        raise StateError(msg)
     context = {"where": "optimizer_by_path", "error": StateError}
     patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
 
@@ -376,19 +374,17 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
         params = rest.pop("params", None)
         code = ModelCode(None, module, jax.tree.structure(boxed), tx)
     else:
-        msg = (
+        raise StateError(
             f"{_WHERE}: the builder must return an NNX module; or, with module= the "
             "Linen module, what module.init(key, sample) returns. Got "
             f"{_checks.type_text(built)} and module={_checks.shown(module)}. For any "
             "other pytree use create(build, layouts)."
         )
-        raise StateError(msg)
     if not jax.tree.leaves(params):
-        msg = (
+        raise StateError(
             f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
             "in the collection 'params' of what Linen's module.init returns."
         )
-        raise StateError(msg)
     return params, rest, code
 
 

@@ -397,22 +397,20 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
-            msg = (
+            raise StepError(
                 f"{self.__name__} returned {_checks.type_text(result)}; a step returns "
                 "a pair, (state, aux), with aux=None if there is nothing else."
             )
-            raise StepError(msg)
         new, aux = result
         olds, treedef = jax.tree.flatten(old)
         before, after = (self._kinds((state,), {}) for state in (old, new))
         if before != after or treedef != jax.tree.structure(new):
             changes = [*changes_of(before, after), "its containers changed"]
-            msg = (
+            raise StepError(
                 f"{self.__name__} returned another state than came in: {changes[0]}. "
                 "Return it in the "
                 "structure, shapes and dtypes that it had: cast or reshape it back."
             )
-            raise StepError(msg)
         kept = map(_like, jax.tree.leaves(new), olds, layouts)
         return treedef.unflatten(kept), aux
 
@@ -420,11 +418,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Raises StepError for arrays that were used up or would be donated twice."""
         state = args[0] if self._donates else None
         if type(state) is not TrainState and _paths.holds_modules(state):
-            msg = (
+            raise StepError(
                 f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
                 "Pass what nnx.split(module) gives, or a TrainState; or keep @nnx.jit."
             )
-            raise StepError(msg)
         donated = {*map(id, jax.tree.leaves(state))}
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():

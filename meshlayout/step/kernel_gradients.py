@@ -155,11 +155,10 @@ def _hidden(
         what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
         axes = ", ".join(map(repr, sorted(wrong)))
         rows = tuple(axis for axis, size in sizes.items() if size > 1)
-        msg = (
+        raise StepError(
             f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
             f"along the mesh axes {axes}. Two layouts are right, of images that are "
             f"whole in space: their rows over all axes, {rows}; or the channels of "
             "kernels and images over the axes without rows."
         )
-        raise StepError(msg)
     return others if wrong else wrong

@@ -109,12 +109,11 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
     text = getattr(precision, "__name__", str(precision))  # as of jnp.bfloat16
     marks = {"bf": "bfloat16", "16": "float16", "32": "float32"}
     near = next((f" Did you mean {marks[x]!r}?" for x in marks if x in text), "")
-    msg = (
+    raise StateError(
         f"precision={precision!r} is none of {', '.join(map(repr, _NAMED))}, or a "
         "PrecisionPolicy(compute, output). A layer that should compute in another "
         f"dtype names it itself: dtype=.{near}"
     )
-    raise StateError(msg)
 
 
 def cast(tree: PyTree, dtype: DType | None) -> Any:
@@ -363,12 +362,11 @@ def weight_mask(weights: jax.Array) -> Interceptor:
 
 def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
     if x.shape[:1] != weights.shape[:1]:
-        msg = (
+        raise StepError(
             f"{path or 'the model'}: a BatchNorm is called with an array of shape "
             f"{x.shape} in a batch with weights for {weights.shape[0]} examples, so "
             "which rows are padding is unknown. Pass it mask= in the model."
         )
-        raise StepError(msg)
     dims = 1  # as many as both have: the weights may be per token
     while dims < x.ndim - 1 and weights.shape[dims : dims + 1] == (x.shape[dims],):
         dims += 1
@@ -392,11 +390,10 @@ class Rematting:
         self._paths = {""} if remat == "full" else _block_paths(params)
         self._is_inside = False
         if not self._paths:
-            msg = (
+            raise StepError(
                 "remat: the model has no blocks (numbered submodules, as 'layers/0', "
                 "that hold submodules with parameters). Take remat='full'."
             )
-            raise StepError(msg)
 
     def __call__(self, call: ModuleCall) -> Callable[..., Any]:
         """Returns a call whose insides are recomputed, of a chosen submodule."""

@@ -179,12 +179,11 @@ def _losses_and_outputs(
             f"an array of {x.dtype}" if hasattr(x, "dtype") else _checks.type_text(x)
             for x in (result if isinstance(result, tuple) else [result])
         ]
-        msg = (
+        raise StepError(
             f"{name} returned {' and '.join(texts)}; a loss function returns losses, "
             "floats of shape (batch, ...), or those and a dict of outputs for the "
             'metrics: return losses, {"logits": logits}.'
         )
-        raise StepError(msg)
     return values, dict(outputs)
 
 
@@ -193,18 +192,16 @@ def _weighted_rows(
 ) -> jax.Array:
     shape = jnp.shape(value)
     if not shape:
-        msg = (
+        raise LossError(
             f"{what} a scalar, and the batch has weights: it may hold padding, which a "
             "scalar has already averaged in. Return one loss per example, (batch,), or "
             "take the weights out of the batch."
         )
-        raise LossError(msg)
     if shape[0] != rows:
-        msg = (
+        raise LossError(
             f"{what} losses of shape {shape} in a batch of {rows} examples: the first "
             "dim has to be the batch dim."
         )
-        raise LossError(msg)
     try:
         return losses.weighted(losses.per_example(value, weights), weights)
     except LossError as error:
@@ -258,11 +255,10 @@ def check_batch(batch: Batch, key: str | int | None) -> None:
     # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
     on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
     if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
-        msg = (
+        raise StepError(
             f"the weights of a batch must be finite and not negative; {key!r} has "
             f"values from {weights.min()} to {weights.max()}."
         )
-        raise StepError(msg)
 
 
 def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
@@ -293,18 +289,16 @@ def make_loss(
         options: Any = {"hint": hint, "error": StepError}
         _checks.choice("remat", remat, ("none", "blocks", "full"), **options)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
-        msg = (
+        raise StepError(
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
             f"{_checks.shown(weights)}."
         )
-        raise StepError(msg)
     penalties = {} if regularizers is None else regularizers
     if not isinstance(penalties, Mapping) or not all(map(callable, penalties.values())):
-        msg = (
+        raise StepError(
             "regularizers= takes functions of the parameters by name, as "
             f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(penalties)}.'
         )
-        raise StepError(msg)
     users = Metrics({} if metrics is None else metrics)
     for name in (*users, *penalties):
         if name in RESERVED or (name in penalties and name in users):

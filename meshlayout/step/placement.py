@@ -42,14 +42,13 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
     shards = math.prod(mesh.shape[axis] for axis in axes)
     for size in (np.shape(leaf)[dim] for leaf in with_rows):
         if size % shards:
-            msg = (
+            raise StepError(
                 f"the batch has {size} rows, which do not divide into {shards} shards "
                 f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
                 "device would compute all of them. Pad or drop rows, or take "
                 "ml.distribute_dataset(source, mesh), which pads the last batch and "
                 "gives the padding weight 0."
             )
-            raise StepError(msg)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
         placed = [leaf.update(sharding=sharding) for leaf in with_rows]
@@ -85,7 +84,7 @@ def check_divided(
     # The program's text shows what is sharded inside it alone.
     if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
         return
-    msg = (
+    raise StepError(
         f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the same: "
         "no array of the batch, and none of the state, is sharded over an axis. Shard "
         "the rows: ml.distribute_dataset(source, mesh) does over axes called "
@@ -93,7 +92,6 @@ def check_divided(
         f"{mesh.axis_names[0]!r}, ...)) over any. Or shard the state, with a "
         "LayoutMap's rules; or make a mesh of one device."
     )
-    raise StepError(msg)
 
 
 def stacked(batches: Batch, count: int) -> Batch:
@@ -103,11 +101,10 @@ def stacked(batches: Batch, count: int) -> Batch:
     sizes = {len(batches)} if is_list else {*dims}
     if sizes != {count}:
         got = f"a list of {len(batches)}" if is_list else sorted(sizes)
-        msg = (
+        raise StepError(
             f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
             f"first dim of {count}; this call was given {got}."
         )
-        raise StepError(msg)
     if is_list and isinstance(jax.tree.leaves(batches)[0], jax.ShapeDtypeStruct):
         return jax.tree.map(lambda x: _stacked_spec(x, count), batches[0])
     return _stack(batches) if is_list else batches

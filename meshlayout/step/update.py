@@ -147,12 +147,11 @@ def _scanned(
         axes = entry if isinstance(entry, tuple) else (entry,)
         shards = math.prod(microbatches.rows.mesh.shape[axis] for axis in axes)
     if num_rows % (microbatches.count * shards):
-        msg = (
+        raise StepError(
             f"a global batch of {num_rows} examples does not divide into "
             f"{microbatches.count} microbatches over {shards} shards. Take a multiple "
             f"of {microbatches.count * shards}."
         )
-        raise StepError(msg)
     rows = jax.tree.map(functools.partial(_split, microbatches), batch)
     has_examples = None
     if weights is not None:

@@ -180,12 +180,11 @@ def verify(
         if wrong := [leaf for leaf in differences if leaf.text]:
             # The loss is nearest to the cause: parameters differ because it does.
             first = min(wrong, key=lambda leaf: leaf.path != "aux/loss")
-            msg = (
+            raise VerificationError(
                 f"step {number}: {array_text(first.path, leaves[first.path])} differs "
                 f"between {mesh!r} and one device{first.text}\nLeaves that differ: "
                 f"{len(wrong)} of {len(differences)}.\n{_CAUSES}"
             )
-            raise VerificationError(msg)
     return Verification(mesh, num_steps, tuple(differences))
 
 

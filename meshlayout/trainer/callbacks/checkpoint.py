@@ -61,12 +61,11 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
         later = [step for step in self.checkpointer.all_steps() if step > first]
         if later:
-            msg = (
+            raise CheckpointError(
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
                 f"steps of another run, up to {later[-1]}. Give resume=True to resume "
                 "from there, or save to another directory."
             )
-            raise CheckpointError(msg)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         every = 0 if self._every == "epoch" else int(self._every)
