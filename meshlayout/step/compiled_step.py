@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Equation, Leaf, PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
@@ -117,9 +117,8 @@ class _StepProgram:
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        self.is_bounded = self.is_spread and {x.platform for x in self.devices} == {
-            "cpu"
-        }
+        is_cpu = [device.platform == "cpu" for device in self.devices]
+        self.is_bounded = self.is_spread and all(is_cpu)
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
@@ -380,11 +379,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             if call is not None and self._donates and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
-            if windows := [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]:
-                placed = treedef.unflatten(map(_placed, leaves, program.layouts))
-                hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
-                inner = functools.partial(run_without, hidden, inner)
-            result = inner()
+            placed = treedef.unflatten(map(_placed, leaves, program.layouts))
+            result = run_without(axes_to_hide(jaxpr.jaxpr, placed), inner)
         if self._donates:
             shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}
             others = map(jnp.shape, jax.tree.leaves((args[1:], kwargs)))
@@ -408,8 +404,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             changes = [*changes_of(before, after), "its containers changed"]
             raise StepError(
                 f"{self.__name__} returned another state than came in: {changes[0]}. "
-                "Return it in the "
-                "structure, shapes and dtypes that it had: cast or reshape it back."
+                "Return it in the structure, shapes and dtypes that it had: cast or "
+                "reshape it back."
             )
         kept = map(_like, jax.tree.leaves(new), olds, layouts)
         return treedef.unflatten(kept), aux
@@ -506,12 +502,6 @@ def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-
-def _is_window(eqn: Equation) -> bool:
-    """Returns whether an operation is a convolution or pooling, or a gradient of it."""
-    is_convolution = eqn.primitive.name == "conv_general_dilated"
-    return is_convolution or "window_dimensions" in eqn.params
 
 
 def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:

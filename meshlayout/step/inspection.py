@@ -192,11 +192,9 @@ def _layout_text(layout: Any) -> str:
 
 def changes_of(before: Kinds, now: Kinds) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
-    changes = []
+    changes, nothing = [], ("nothing", "")
     for name in dict.fromkeys([*now, *before]):
-        (old, here), (new, there) = (
-            x.get(name, ("nothing", "")) for x in (before, now)
-        )
+        (old, here), (new, there) = (x.get(name, nothing) for x in (before, now))
         if old != new and name == "the optimizer":
             changes.append("the optimizer changed to a new one")
         elif old != new:

@@ -301,8 +301,7 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
 
 def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Returns an NNX model's submodules by path, itself included."""
-    nodes = nnx.iter_graph(model)
-    modules = [(path, x) for path, x in nodes if isinstance(x, nnx.Module)]
+    modules = nnx.iter_modules(model)
     return [("/".join(map(str, path)), module) for path, module in modules]
 
 

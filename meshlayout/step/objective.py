@@ -228,8 +228,10 @@ def metrics_of_batch(
     return Metrics({**metrics, **{name: users.metric(name) for name in users}})
 
 
-def merged(metrics: Metrics, measured: Metrics) -> Metrics:
-    """Returns the metrics of earlier batches and of one more, inside jit."""
+def merged(metrics: Metrics | None, measured: Metrics) -> Metrics:
+    """Returns the metrics of earlier batches, if any, and of one more, inside jit."""
+    if metrics is None:
+        return measured
     try:
         metrics = metrics.merge(measured)
     except MetricError as error:
@@ -261,13 +263,6 @@ def check_batch(batch: Batch, key: str | int | None) -> None:
         )
 
 
-def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
-    """Raises StepError unless `name=` of `where` takes a model and a batch."""
-    options: Any = {"where": where, "error": StepError}
-    options["keywords"] = ("rngs", "train") if name == "loss_fn" else ()
-    _checks.function(name, function, "model", "batch", **options)
-
-
 def make_loss(
     where: str,
     loss_fn: Callable[..., Any],
@@ -281,7 +276,8 @@ def make_loss(
     train: bool = False,
 ) -> Loss:
     """Returns what the options of `where`, `make_train_step` or its like, mean."""
-    check_function("loss_fn", where, loss_fn)
+    context: Any = {"keywords": ("rngs", "train"), "where": where, "error": StepError}
+    _checks.function("loss_fn", loss_fn, "model", "batch", **context)
     choices = get_args(losses.Denominator)
     _checks.choice("denominator", denominator, choices, error=LossError)
     if isinstance(remat, type) or not callable(remat):

@@ -21,22 +21,28 @@ from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
+from meshlayout.step.compiled_step import layout_of
 from meshlayout.step.inspection import mesh_text
-from meshlayout.step.update import row_sharding
 
 
 _log = logging.getLogger("meshlayout")
 
 
-def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
-    """Shards the rows, in a dim, of a host batch over the batch axes of the mesh."""
+def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
+    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
+            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
+    return None
+
+
+def sharded(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Shards the rows, in a dim, over the batch axes, if no owner has placed any."""
     leaves, treedef = jax.tree.flatten(batch)
-    sharding = _jax.sharding_of(state.step)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return batch
-    mesh: Any = sharding.mesh
-    axes = batch_axes(mesh)
-    with_rows = [leaf for leaf in leaves if np.ndim(leaf) > dim]
+    mesh, with_rows = _mesh_of(state), [x for x in leaves if np.ndim(x) > dim]
+    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
+    axes = () if is_placed or not mesh else batch_axes(mesh)
     if not axes or not with_rows:
         return batch
     shards = math.prod(mesh.shape[axis] for axis in axes)
@@ -58,16 +64,21 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
     return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
 
 
+def _mesh_of(state: TrainState) -> Any:
+    """Returns the mesh of a state, if it has several devices."""
+    sharding = _jax.sharding_of(state.step)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        return sharding.mesh
+    return None
+
+
 def check_divided(
     state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int
 ) -> None:
     """Raises StepError, before the first call on a mesh, if its devices do the same."""
-    sharding = _jax.sharding_of(state.step)
-    leaves = jax.tree.leaves(batch)
-    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-    if is_traced or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    mesh, leaves = _mesh_of(state), jax.tree.leaves(batch)
+    if mesh is None or any(isinstance(leaf, Tracer) for leaf in leaves):
         return
-    mesh: Any = sharding.mesh
     shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
     rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
     shardings = map(_jax.sharding_of, [*leaves, *jax.tree.leaves(state)])

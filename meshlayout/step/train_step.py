@@ -29,30 +29,23 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
+from meshlayout.step import objective
 from meshlayout.step.compiled_step import (
     CompiledStep,
     OnRecompile,
     OtherProgramError,
     as_weak_as,
-    layout_of,
 )
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import Precision, Remat
-from meshlayout.step.objective import (
-    Loss,
-    check_batch,
-    make_loss,
-    merged,
-    metrics_of_batch,
-)
-from meshlayout.step.placement import check_divided, sharded, stacked
+from meshlayout.step.objective import check_batch
+from meshlayout.step.placement import check_divided, row_sharding, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
     OnNonfinite,
     Update,
     gradients_of,
     in_device_memory,
-    row_sharding,
     select,
 )
 
@@ -149,7 +142,7 @@ def make_train_step(
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    loss = make_loss(
+    loss = objective.make_loss(
         "make_train_step",
         *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
         train=True,
@@ -164,7 +157,7 @@ def make_train_step(
 class Plan:
     """What a train step does: the options of `make_train_step`, checked."""
 
-    loss: Loss
+    loss: objective.Loss
     update: Update
     accumulate: int
     steps_per_call: int
@@ -185,7 +178,7 @@ def _one_step(
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)
         measured = select(is_done, measured, loss.metrics)
-    return new, metrics_of_batch(gradients.parts, notes, weight, measured)
+    return new, objective.metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
 class StateStep(StepInspection, Generic[R]):
@@ -320,7 +313,7 @@ class StateStep(StepInspection, Generic[R]):
         check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = state.replace(opt_state=(), extra={})
-        return _parts[state], _placed(state, batch)
+        return _parts[state], sharded(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         """Returns what needs a compiled function of its own."""
@@ -356,10 +349,10 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)
         if is_list:
-            batch = [_placed(state, part) for part in batch]
+            batch = [sharded(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
-        return state, _placed(state, batch, self._row_dim)
+        return state, sharded(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
@@ -379,7 +372,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> tuple[TrainState, Metrics]:
             new, measured = one_step(state, batch)
-            return new, measured if metrics is None else merged(metrics, measured)
+            return new, objective.merged(metrics, measured)
 
         def train_steps(
             state: TrainState, batch: Batch, metrics: Metrics | None
@@ -409,10 +402,3 @@ def check_state(where: str, state: object) -> None:
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
         raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
-
-
-def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Returns a batch as its owner has placed it, or sharded over the batch axes."""
-    leaves = jax.tree.leaves(batch)
-    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
-    return batch if is_placed else sharded(state, batch, dim)

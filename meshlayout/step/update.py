@@ -61,15 +61,6 @@ class Microbatches:
     slots: tuple[Any, ...] = ()  # those of the optimizer's state
 
 
-def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
-    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
-    for leaf in jax.tree.leaves(batch):
-        sharding = _jax.sharding_of(leaf)
-        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
-            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
-    return None
-
-
 def gradients_of(
     loss: Loss,
     state: TrainState,
