@@ -379,8 +379,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             if call is not None and self._donates and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
-            placed = treedef.unflatten(map(_placed, leaves, program.layouts))
-            result = run_without(axes_to_hide(jaxpr.jaxpr, placed), inner)
+            # Convolutions and pooling, and their gradients.
+            every = _jax.equations(jaxpr.jaxpr)
+            if windows := [eqn for eqn in every if "window_strides" in eqn.params]:
+                placed = treedef.unflatten(map(_placed, leaves, program.layouts))
+                hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
+                inner = functools.partial(run_without, hidden, inner)
+            result = inner()
         if self._donates:
             shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}
             others = map(jnp.shape, jax.tree.leaves((args[1:], kwargs)))

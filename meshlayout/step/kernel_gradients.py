@@ -27,18 +27,13 @@ _Axes: TypeAlias = frozenset[str]
 _Array: TypeAlias = tuple[tuple[int, ...], Sequence[_Axes]]
 
 
-def axes_to_hide(jaxpr: Any, call: PyTree) -> _Axes:
+def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes:
     """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
     Raises StepError where it would even if these were hidden from it. Inside another
-    jit layouts are known, and it is raised, when that is compiled. `call` has the
-    arguments of the step, with their layouts.
+    jit layouts are known, and it is raised, when that is compiled. `windows` are the
+    convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
-    every = [*_jax.equations(jaxpr)]
-    # Convolutions and pooling, and their gradients.
-    windows = [eqn for eqn in every if "window_strides" in eqn.params]
-    if not windows:
-        return _Axes()
     (state, *rest), named = call
     batch = rest, named
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
@@ -51,7 +46,7 @@ def axes_to_hide(jaxpr: Any, call: PyTree) -> _Axes:
     # Besides the arguments, where the compiler has no choice.
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
-        for x in every
+        for x in _jax.equations(jaxpr)
         if x.primitive.name == "sharding_constraint"
     ]
 

@@ -31,6 +31,7 @@ from meshlayout._patches import SharedPatches
 from meshlayout.errors import StateError, StepError, stack_level
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
+from meshlayout.state.creation import is_array
 from meshlayout.state.train_state import start_training
 
 
@@ -377,29 +378,24 @@ def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
 Remat: TypeAlias = str | Callable[..., Any]
 
 
-class Rematting:
-    """Recomputes submodules; an `Interceptor`. What is inside of one is not done twice.
+def rematting(remat: Remat, params: PyTree) -> Interceptor:
+    """Returns an interceptor that recomputes submodules, but nothing twice.
 
     They are wrapped in `nnx.remat` or `nn.remat` when they are called. The parameters'
     paths show which submodules are blocks.
     """
+    paths, is_inside = {""} if remat == "full" else _block_paths(params), False
+    if not paths:
+        raise StepError(
+            "remat: the model has no blocks (numbered submodules, as 'layers/0', that "
+            "hold submodules with parameters). Take remat='full'."
+        )
 
-    def __init__(self, remat: Remat, params: PyTree) -> None:
-        self._policy = remat if callable(remat) else None
-        self._paths = {""} if remat == "full" else _block_paths(params)
-        self._is_inside = False
-        if not self._paths:
-            raise StepError(
-                "remat: the model has no blocks (numbered submodules, as 'layers/0', "
-                "that hold submodules with parameters). Take remat='full'."
-            )
+    def intercept(call: ModuleCall) -> Callable[..., Any]:
+        is_chosen = call.path in paths and not is_inside
+        return functools.partial(recomputed, call) if is_chosen else call.proceed
 
-    def __call__(self, call: ModuleCall) -> Callable[..., Any]:
-        """Returns a call whose insides are recomputed, of a chosen submodule."""
-        is_chosen = call.path in self._paths and not self._is_inside
-        return functools.partial(self._recomputed, call) if is_chosen else call.proceed
-
-    def _recomputed(self, call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
+    def recomputed(call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
         is_nnx = isinstance(call.module, nnx.Module)
 
@@ -407,9 +403,7 @@ class Rematting:
             # Not flags and None. An NNX object (with any attribute, as nnx.Rngs) is
             # not flattened: a copy's random streams would advance alone. Linen's remat
             # would; to it such an object is a constant.
-            if _paths.is_nnx_object(leaf):
-                return is_nnx
-            return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+            return is_nnx if _paths.is_nnx_object(leaf) else is_array(leaf)
 
         traced = {i: leaf for i, leaf in enumerate(leaves) if is_traced(leaf)}
 
@@ -417,14 +411,18 @@ class Rematting:
             every = {**dict(enumerate(leaves)), **traced}
             args, kwargs = treedef.unflatten(every.values())
             # The module inside is a copy, whose call is intercepted again.
-            self._is_inside = True
+            nonlocal is_inside
+            is_inside = True
             try:
                 return module(*args, **kwargs)
             finally:
-                self._is_inside = False
+                is_inside = False
 
-        remat: Any = nnx.remat if is_nnx else nn.remat
-        return remat(inner, policy=self._policy)(call.module, traced)
+        wrap: Any = nnx.remat if is_nnx else nn.remat
+        policy = remat if callable(remat) else None
+        return wrap(inner, policy=policy)(call.module, traced)
+
+    return intercept
 
 
 def _block_paths(params: PyTree) -> set[str]:

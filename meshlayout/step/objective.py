@@ -36,9 +36,9 @@ from meshlayout.step.model_call import (
     Precision,
     PrecisionPolicy,
     Remat,
-    Rematting,
     call_model,
     parse_precision,
+    rematting,
     weight_mask,
 )
 
@@ -106,7 +106,7 @@ class Loss:
             raise StepError(msg)
         interceptors: list[Interceptor] = []
         if self.remat != "none":
-            interceptors.append(Rematting(self.remat, state.params))
+            interceptors.append(rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters

@@ -21,28 +21,18 @@ from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
-from meshlayout.step.compiled_step import layout_of
 from meshlayout.step.inspection import mesh_text
+from meshlayout.step.update import row_sharding
 
 
 _log = logging.getLogger("meshlayout")
 
 
-def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
-    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
-    for leaf in jax.tree.leaves(batch):
-        sharding = _jax.sharding_of(leaf)
-        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
-            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
-    return None
-
-
-def sharded(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Shards the rows, in a dim, over the batch axes, if no owner has placed any."""
+def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
+    """Shards the rows, in a dim, of a host batch over the batch axes of the mesh."""
     leaves, treedef = jax.tree.flatten(batch)
     mesh, with_rows = _mesh_of(state), [x for x in leaves if np.ndim(x) > dim]
-    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
-    axes = () if is_placed or not mesh else batch_axes(mesh)
+    axes = batch_axes(mesh) if mesh else ()
     if not axes or not with_rows:
         return batch
     shards = math.prod(mesh.shape[axis] for axis in axes)

@@ -35,17 +35,19 @@ from meshlayout.step.compiled_step import (
     OnRecompile,
     OtherProgramError,
     as_weak_as,
+    layout_of,
 )
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import Precision, Remat
 from meshlayout.step.objective import check_batch
-from meshlayout.step.placement import check_divided, row_sharding, sharded, stacked
+from meshlayout.step.placement import check_divided, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
     OnNonfinite,
     Update,
     gradients_of,
     in_device_memory,
+    row_sharding,
     select,
 )
 
@@ -313,7 +315,7 @@ class StateStep(StepInspection, Generic[R]):
         check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = state.replace(opt_state=(), extra={})
-        return _parts[state], sharded(state, batch)
+        return _parts[state], _placed(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         """Returns what needs a compiled function of its own."""
@@ -349,10 +351,10 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)
         if is_list:
-            batch = [sharded(state, part) for part in batch]
+            batch = [_placed(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
-        return state, sharded(state, batch, self._row_dim)
+        return state, _placed(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
@@ -402,3 +404,10 @@ def check_state(where: str, state: object) -> None:
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
         raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
+
+
+def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Returns a batch as its owner has placed it, or sharded over the batch axes."""
+    leaves = jax.tree.leaves(batch)
+    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
+    return batch if is_placed else sharded(state, batch, dim)

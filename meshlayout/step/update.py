@@ -61,6 +61,15 @@ class Microbatches:
     slots: tuple[Any, ...] = ()  # those of the optimizer's state
 
 
+def row_sharding(batch: Batch, dim: int = 0) -> NamedSharding | None:
+    """Returns the sharding of a batch's rows alone, in a dim; None if on no axis."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding) and any(sharding.spec[dim : dim + 1]):
+            return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
+    return None
+
+
 def gradients_of(
     loss: Loss,
     state: TrainState,
@@ -127,11 +136,7 @@ def _scanned(
     weights: jax.Array | None,
     microbatches: Microbatches,
 ) -> Any:
-    """Returns what `backward` does, added up over microbatches.
-
-    Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
-    rows, and no row moves.
-    """
+    """Returns what `backward` does, added up over microbatches; no row moves."""
     shards, num_rows = 1, num_examples(batch)
     if microbatches.rows is not None:
         (entry,) = microbatches.rows.spec
@@ -259,10 +264,9 @@ class Update:
                 return state.step.update(dtype=value.dtype)
             return _jax.put(value, state.step.sharding)
 
-        extra = dict(state.extra)
         for name, start in missing.items():
-            extra[name] = jax.tree.map(_average if name == EMA else scalar, start)
-        return state.replace(extra=extra)
+            missing[name] = jax.tree.map(_average if name == EMA else scalar, start)
+        return state.replace(extra=state.extra | missing)
 
     @property
     def _may_skip(self) -> bool:

@@ -407,10 +407,8 @@ def expect_communication(
     for kind, count in counts.items():
         if kind not in KINDS:
             near = did_you_mean(kind, (*KINDS, "only", "max_wire_bytes"))
-            msg = (
-                f"{kind!r} is not a kind of collective; these are: {', '.join(KINDS)}."
-            )
-            raise VerificationError(msg + near)
+            known = f"these are: {', '.join(KINDS)}.{near}"
+            raise VerificationError(f"{kind!r} is not a kind of collective; {known}")
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)
@@ -435,11 +433,9 @@ def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
     if is_lowered and args:
         msg = "expect_communication: a lowered program takes no further arguments."
         raise VerificationError(msg)
-    step: Any = program
-    if not is_lowered and not hasattr(program, "lower"):
-        step = compile_step(program)
+    is_jitted = is_lowered or hasattr(program, "lower")
+    step: Any = program if is_jitted else compile_step(program)
     if isinstance(step, StepInspection):
         return step.communication(*args)
     lowered = step if is_lowered else step.lower(*args)
-    is_compiled = not hasattr(lowered, "compile")
-    return read_communication(lowered if is_compiled else lowered.compile())
+    return read_communication(getattr(lowered, "compile", lambda: lowered)())

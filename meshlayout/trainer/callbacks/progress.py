@@ -226,7 +226,9 @@ class Log(Callback):
         row: dict[str, Any] = {"epoch": epoch, "step": step, **values}
         if self._kind == ".jsonl":
             lists = {name: np.asarray(value).tolist() for name, value in logs.items()}
-            self._file.write(json.dumps({**row, **_finite(lists)}) + "\n")
+            # JSON has no number for what is not finite.
+            lists = jax.tree.map(lambda x: x if math.isfinite(x) else None, lists)
+            self._file.write(json.dumps({**row, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.
@@ -246,10 +248,3 @@ class Log(Callback):
         if self._file is not None:
             self._file.close()
         self._file = None
-
-
-def _finite(values: Any) -> Any:
-    """Returns nested values with None where JSON has no number."""
-    if isinstance(values, (float, int)):
-        return values if math.isfinite(values) else None
-    return jax.tree.map(_finite, values)
