@@ -80,8 +80,7 @@ def denominator_of(
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
         2.0
     """
-    choices = get_args(Denominator)
-    _checks.choice("denominator", denominator, choices, error=LossError)
+    _checks.choice("denominator", denominator, get_args(Denominator), error=LossError)
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
     total = _real("weights", weights, where="losses").astype("float32").sum()

@@ -118,8 +118,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        plan = cls.describe(build, optimizer, layouts, module=module, rng=rng)
-        return plan.create()
+        return cls.describe(build, optimizer, layouts, module=module, rng=rng).create()
 
     @classmethod
     @_checks.user_call

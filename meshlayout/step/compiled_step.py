@@ -412,8 +412,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 "Return it in the structure, shapes and dtypes that it had: cast or "
                 "reshape it back."
             )
-        kept = map(_like, jax.tree.leaves(new), olds, layouts)
-        return treedef.unflatten(kept), aux
+        return treedef.unflatten(map(_like, jax.tree.leaves(new), olds, layouts)), aux
 
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
@@ -442,8 +441,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         names = {name.partition("/")[0] for name in now}
         alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
         every = (changes_of(seen, now) for seen in alike or self._seen)
-        changes = min(every, key=len, default=[])
-        change = [*changes, _OTHER_CHANGE][0]
+        change = [*min(every, key=len, default=[]), _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)

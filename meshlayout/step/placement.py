@@ -1,7 +1,4 @@
-"""Batches that no owner has placed: sharded by rows, and stacked for several steps.
-
-Every device would otherwise compute all of the rows, and nothing would say so.
-"""
+"""Batches that no owner has placed: sharded by rows, and stacked for several steps."""
 
 import logging
 import math

@@ -184,10 +184,7 @@ def _one_step(
 
 
 class StateStep(StepInspection, Generic[R]):
-    """A step of a train state and a batch, compiled at its first call.
-
-    A step that measures nothing has no `weights`.
-    """
+    """A step of a train state and a batch, compiled at its first call."""
 
     __name__: str
     _trains = False
@@ -199,7 +196,7 @@ class StateStep(StepInspection, Generic[R]):
     def __init__(
         self,
         function: Callable[..., Any],
-        weights: str | int | None,
+        weights: str | int | None,  # None if it measures nothing
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
         plan: Any,  # what the kind of step needs besides

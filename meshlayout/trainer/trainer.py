@@ -1,6 +1,5 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-Nothing here waits for the device except the end of an epoch and of an evaluation.
 `TrainerInput` reads the data, `TrainerSteps` makes the steps from a loss function.
 """
 

@@ -174,8 +174,7 @@ class Progress(Callback):
         done, total = position.step_in_epoch, position.steps_per_epoch
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = f"{_title(position)}  {count}{facts}"
-            self._display.show(text, done, total)
+            self._display.show(f"{_title(position)}  {count}{facts}", done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before
