@@ -142,13 +142,11 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
-        layouts: The layouts, by path. Without, those of the open `scope`; outside of
-            one, every device holds everything, on the default mesh or on one of all
-            devices with the axis `batch`.
+        layouts: The layouts, by path. Without, those of the open `scope`; else every
+            device holds everything, on the default mesh or on all as one axis `batch`.
 
     Raises:
-        StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
-            returns nothing.
+        StateError: If the builder draws from an outer `nnx.Rngs`, or returns nothing.
 
     Examples:
         >>> import meshlayout as ml

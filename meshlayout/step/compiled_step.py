@@ -86,8 +86,7 @@ def compile_step(
         step: A function of a state (any pytree of arrays) and other pytrees. It
             returns a pair: the new state, in the same structure, shapes and dtypes,
             and any pytree. It is traced with the state's mesh as JAX's ambient mesh.
-        static_argnames: Hashable arguments that are not arrays; a new value makes a
-            new program.
+        static_argnames: Hashable arguments, not arrays; new values make new programs.
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.

@@ -90,10 +90,7 @@ class StepInspection:
     _state_name = "state"  # the step's first parameter
     _options: Any  # layouts= and on_recompile=
     executable: Any = None  # from a file
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
-        raise NotImplementedError
+    trace: Any  # as of `jax.jit`
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does."""

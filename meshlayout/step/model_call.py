@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -70,9 +70,8 @@ class PrecisionPolicy:
     """Dtypes of a step, for a combination that `precision=` has no name for.
 
     Attributes:
-        compute: The dtype in which layers compute; None for that of the parameters. A
-            layer that was given a dtype keeps it. Statistics of normalization, losses
-            and norms stay in float32.
+        compute: The dtype in which layers compute, unless they were given one; None for
+            the parameters'. Statistics, losses and norms stay in float32.
         output: The dtype of what the model returns; None leaves it unchanged.
     """
 
@@ -200,7 +199,6 @@ def _with_pmap_axes(call: Callable[[], _T]) -> _T:
 
 
 def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str]:
-    """Returns the paths of the layers that have a field `dtype`."""
     if isinstance(model, nnx.Module):
         return {path for path, one in named_modules(model) if hasattr(one, "dtype")}
     paths: set[str] = set()
@@ -265,15 +263,9 @@ _PATH = "_meshlayout_path"
 
 # Any two compare equal: for NNX it is a static attribute, and blocks that differ only
 # in it must stay of one structure, as models stack them to scan over.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Path:
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Path)
-
-    def __hash__(self) -> int:
-        return hash(_Path)
+    text: str = field(compare=False)
 
 
 @contextlib.contextmanager

@@ -22,25 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import (
-    check_weights_key,
-    get_weights,
-    num_examples,
-    weights_of,
-)
+from meshlayout._batches import check_weights_key, get_weights, num_examples, weights_of
 from meshlayout.errors import LossError, MetricError, StepError, stack_level
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
-from meshlayout.step.model_call import (
-    Interceptor,
-    Precision,
-    PrecisionPolicy,
-    Remat,
-    call_model,
-    parse_precision,
-    rematting,
-    weight_mask,
-)
+from meshlayout.step import model_call
+from meshlayout.step.model_call import Precision, PrecisionPolicy, Remat
 
 
 # The name of the loss function's own part in the metrics.
@@ -104,11 +91,11 @@ class Loss:
         if rows == 0:
             msg = "the batch has no examples, and there is nothing to learn from it."
             raise StepError(msg)
-        interceptors: list[Interceptor] = []
+        interceptors: list[model_call.Interceptor] = []
         if self.remat != "none":
-            interceptors.append(rematting(self.remat, state.params))
+            interceptors.append(model_call.rematting(self.remat, state.params))
         if weights is not None and self.train:
-            interceptors.append(weight_mask(weights))
+            interceptors.append(model_call.weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
@@ -116,7 +103,7 @@ class Loss:
             options = {name: x for name, x in options.items() if name in names}
             return self.loss_fn(model, batch, **options)
 
-        result, recorded, after = call_model(
+        result, recorded, after = model_call.call_model(
             function, self.policy, state, key, interceptors, train=self.train
         )
         if self.train and state.program.module and "train" not in names:
@@ -169,7 +156,6 @@ def _check_mode(before: PyTree, after: PyTree) -> None:
 def _losses_and_outputs(
     loss_fn: Callable[..., Any], result: PyTree
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns losses and outputs from what a loss function returned."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     values, outputs = result if is_pair else (result, {})
     dtype = getattr(values, "dtype", np.void)
@@ -301,5 +287,6 @@ def make_loss(
             kind = "metrics" if name in users else "regularizers"
             msg = f"{kind}=: {name!r} is reported by the step; take another name."
             raise StepError(msg)
-    basis = loss_fn, parse_precision(precision), weights, denominator, penalties
+    policy = model_call.parse_precision(precision)
+    basis = loss_fn, policy, weights, denominator, penalties
     return Loss(*basis, users.empty(), remat, train)

@@ -29,14 +29,8 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
-from meshlayout.step import objective
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    OtherProgramError,
-    as_weak_as,
-    layout_of,
-)
+from meshlayout.step import compiled_step, objective
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import Precision, Remat
 from meshlayout.step.objective import check_batch
@@ -118,8 +112,7 @@ def make_train_step(
             `jax.checkpoint_policies` for the blocks.
         steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
             or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all. It saves host time, but XLA compiles the body of a
-            loop less well on CPUs: try it.
+            metrics are those of all. On CPUs, XLA compiles loops less well.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -228,7 +221,7 @@ class StateStep(StepInspection, Generic[R]):
                 part = state if self._trains else _parts[state]
                 start = self._start if metrics is None else metrics
                 return self._again(part, batch, start)
-        except (OtherProgramError, KeyError):
+        except (compiled_step.OtherProgramError, KeyError):
             pass
         except Exception as problem:
             error = problem
@@ -383,7 +376,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
             def body(carry: Any, batch: Batch) -> tuple[Any, None]:
                 after = train_step(carry[0], batch, carry[1])
                 # A loop refuses a carry whose leaves become weakly typed, or strongly.
-                return jax.tree.map(as_weak_as, carry, after), None
+                return jax.tree.map(compiled_step.as_weak_as, carry, after), None
 
             return jax.lax.scan(body, (state, metrics), batch)[0]
 
@@ -406,5 +399,5 @@ def check_state(where: str, state: object) -> None:
 def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     """Returns a batch as its owner has placed it, or sharded over the batch axes."""
     leaves = jax.tree.leaves(batch)
-    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
+    is_placed = any(isinstance(x, Tracer) or compiled_step.layout_of(x) for x in leaves)
     return batch if is_placed else sharded(state, batch, dim)

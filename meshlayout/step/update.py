@@ -6,9 +6,8 @@ compiler is the partitioner. It would add up the devices' gradients in every
 microbatch, but XLA's compilers for TPU and GPU recognize a carry that is only added to
 (while-loop-all-reduce-code-motion) and move the all-reduce out of the loop. So nothing
 may read the carry, or the sum of a microbatch's losses, inside the loop: losses leave
-it one per example, and are added up after it (`test_tpu_programs` counts). Running
-replicas by hand in shard_map was tried: losses in which examples meet then depend on
-the mesh.
+it one per example, and are added up after it (`test_tpu_programs` counts). Replicas
+run by hand in shard_map were tried: losses in which examples meet depend on the mesh.
 """
 
 import functools

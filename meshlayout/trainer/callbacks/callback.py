@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import numpy as np
 
 from meshlayout import _checks, _jax
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
+from meshlayout.trainer.history import scalars
 
 
 if TYPE_CHECKING:
@@ -89,11 +89,6 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
             names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
             _checks.function(where, getattr(callback, name), *names)
     return chosen
-
-
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values without dims, as floats."""
-    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
 
 
 _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_step`

@@ -17,8 +17,9 @@ from meshlayout.checkpoint.load import Request, abstract_leaf
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scalars
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainerInput
+from meshlayout.trainer.history import scalars
 
 
 # The metrics of the epoch so far, beside the state.

@@ -21,15 +21,9 @@ from meshlayout import _checks
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import (
-    AsyncMetrics,
-    Callback,
-    Logs,
-    Trainer,
-    scalars,
-)
+from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
-from meshlayout.trainer.history import value_text
+from meshlayout.trainer.history import scalars, value_text
 
 
 # Seconds between two updates of the bar; each computes metrics on the device.
@@ -170,7 +164,6 @@ class Progress(Callback):
         self._display = None
 
     def _show(self, position: TrainingPosition, facts: str = "") -> None:
-        """Shows the steps of the epoch."""
         done, total = position.step_in_epoch, position.steps_per_epoch
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
