@@ -61,10 +61,10 @@ class StepMemory:
         return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
 
     def __repr__(self) -> str:
-        return _render.text_table(_HEADERS, self._rows(), "lr")
+        return _render.text_table(["", "per device"], self._rows(), "lr")
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._rows(), "lr")
+        return _render.html_table(["", "per device"], self._rows(), "lr")
 
     def _rows(self) -> list[list[str]]:
         sizes = {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
@@ -73,9 +73,6 @@ class StepMemory:
             for name, size in sizes.items()
             if size or name not in ("host_bytes", "code_bytes")
         ]
-
-
-_HEADERS = ["", "per device"]
 
 
 @_checks.user_call

@@ -137,11 +137,8 @@ def make_train_step(
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    loss = objective.make_loss(
-        "make_train_step",
-        *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
-        train=True,
-    )
+    options = loss_fn, metrics, regularizers, weights, denominator, precision, remat
+    loss = objective.make_loss("make_train_step", *options, train=True)
     has_loss_scale = loss.policy.compute == jnp.float16
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
@@ -351,11 +348,9 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         if count == 1:
             return mesh, Microbatches(1)
         rows = row_sharding(batch, self._row_dim)
-        params, slots = (
-            tuple(map(_jax.sharding_of, jax.tree.leaves(tree)))
-            for tree in (state.params, state.opt_state)
-        )
-        return mesh, Microbatches(count, rows, params, slots)
+        trees = map(jax.tree.leaves, (state.params, state.opt_state))
+        shardings = (tuple(map(_jax.sharding_of, leaves)) for leaves in trees)
+        return mesh, Microbatches(count, rows, *shardings)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))

@@ -1,7 +1,6 @@
 """`Callback`: the moments of training at which a user's code can run."""
 
 import inspect
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -81,7 +80,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
-        for name in filter(re.compile("on_").match, dir(callback)):
+        for name in [name for name in dir(callback) if name.startswith("on_")]:
             where = f"{type(callback).__name__}.{name}"
             if name not in moments:
                 msg = f"fit never calls {where}. The methods of a callback are"
