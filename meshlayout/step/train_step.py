@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ from meshlayout.step.objective import check_batch
 from meshlayout.step.placement import check_divided, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
-    OnNonfinite,
     Update,
     gradients_of,
     in_device_memory,
@@ -65,7 +64,7 @@ def make_train_step(
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
     clip_norm: float | None = None,
-    on_nonfinite: OnNonfinite = "ignore",
+    on_nonfinite: Literal["skip", "ignore"] = "ignore",
     ema: float | None = None,
     precision: Precision = "float32",
     remat: Remat = "none",
@@ -133,14 +132,15 @@ def make_train_step(
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
         clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
-    _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
+    _checks.choice("on_nonfinite", on_nonfinite, ("skip", "ignore"), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
     options = loss_fn, metrics, regularizers, weights, denominator, precision, remat
     loss = objective.make_loss("make_train_step", *options, train=True)
     has_loss_scale = loss.policy.compute == jnp.float16
-    update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
+    may_skip = has_loss_scale or on_nonfinite == "skip"
+    update = Update(clip_norm, may_skip, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 

@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.objective import Loss
 
-
-OnNonfinite: TypeAlias = Literal["skip", "ignore"]
 
 # Names in `TrainState.extra`.
 EMA, SKIPPED, LOSS_SCALE = "ema", "skipped", "loss_scale"
@@ -239,7 +237,7 @@ class Update:
     """How gradients change the state."""
 
     clip_norm: float | None
-    on_nonfinite: OnNonfinite
+    may_skip: bool  # a step whose loss or gradients are not finite
     ema: float | None
     has_loss_scale: bool
 
@@ -248,7 +246,7 @@ class Update:
         starts: dict[str, Any] = {}
         if self.ema is not None:
             starts[EMA] = state.params
-        if self._may_skip:
+        if self.may_skip:
             starts[SKIPPED] = np.int32(0)
         if self.has_loss_scale:
             scalars: Any = {"fin_steps": np.int32(0), "scale": np.float32(2**15)}
@@ -266,10 +264,6 @@ class Update:
         for name, start in missing.items():
             missing[name] = jax.tree.map(_average if name == EMA else scalar, start)
         return state.replace(extra=state.extra | missing)
-
-    @property
-    def _may_skip(self) -> bool:
-        return self.on_nonfinite == "skip" or self.has_loss_scale
 
     def scale(self, state: TrainState) -> Any:
         """Returns the factor of the loss, or None."""
@@ -305,7 +299,7 @@ class Update:
             step=state.step + 1,
             extra=extra,
         )
-        if self._may_skip:
+        if self.may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._kept(is_finite, state, new)
             notes["skipped"] = 1 - is_finite.astype("float32")

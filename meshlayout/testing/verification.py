@@ -121,7 +121,6 @@ def verify(
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    run: Any = step
     step_on_one: Any = step
     if isinstance(step, StateStep):
         step_on_one = step.without_layouts()
@@ -160,7 +159,7 @@ def verify(
     starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
     state, differences = jax.tree.map(_copied, state), []
     for number in range(1, num_steps + 1):
-        state, leaves = results(run(state, batch, *args, **kwargs), state)
+        state, leaves = results(step(state, batch, *args, **kwargs), state)
         whole, expected = on_one(whole, _to_one_device(batch, one))
         moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
         if other := sorted(leaves.keys() ^ expected.keys()):
