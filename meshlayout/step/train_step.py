@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from meshlayout.step.objective import check_batch
 from meshlayout.step.placement import check_divided, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
+    OnNonfinite,
     Update,
     gradients_of,
     in_device_memory,
@@ -64,7 +65,7 @@ def make_train_step(
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
     clip_norm: float | None = None,
-    on_nonfinite: Literal["skip", "ignore"] = "ignore",
+    on_nonfinite: OnNonfinite = "ignore",
     ema: float | None = None,
     precision: Precision = "float32",
     remat: Remat = "none",
@@ -132,7 +133,7 @@ def make_train_step(
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
         clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
-    _checks.choice("on_nonfinite", on_nonfinite, ("skip", "ignore"), **where)
+    _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)

@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.objective import Loss
 
+
+OnNonfinite: TypeAlias = Literal["skip", "ignore"]
 
 # Names in `TrainState.extra`.
 EMA, SKIPPED, LOSS_SCALE = "ema", "skipped", "loss_scale"
