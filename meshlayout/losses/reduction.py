@@ -80,8 +80,7 @@ def denominator_of(
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
         2.0
     """
-    choices = get_args(Denominator)
-    _checks.choice("denominator", denominator, choices, error=LossError)
+    _checks.choice("denominator", denominator, get_args(Denominator), error=LossError)
     if denominator == "global_batch_size" or weights is None:
         return jnp.float32(num_examples)
     total = _real("weights", weights, where="losses").astype("float32").sum()
@@ -134,13 +133,12 @@ def compute_average_loss(
             weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
         # Else a part of the batch, of a function that has looked at the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
-            msg = (
+            raise LossError(
                 f"{where}: the losses have {len(losses)} rows and this replica's batch "
                 f"{len(mask)}, some of which may be padding. Give one loss per row; or "
                 "for a part of the batch, both global_batch_size and sample_weight, "
                 "with 0 where get_replica_context().example_mask is 0."
             )
-            raise LossError(msg)
     if size is None:
         size = len(losses) * _num_replicas()
     size = _real("global_batch_size", size, where=where).astype("float32")
@@ -193,12 +191,11 @@ def _num_replicas() -> int:
         return context.num_replicas_in_sync
     sizes = _jax.manual_axis_sizes()  # of a plain jax.shard_map
     if sum(size > 1 for size in sizes.values()) > 1:
-        msg = (
+        raise LossError(
             f"this code runs under the axes {', '.join(map(repr, sizes))}, and it is "
             "not known which of them are replicas. Give global_batch_size=, or divide "
             "by the number of replicas yourself."
         )
-        raise LossError(msg)
     return math.prod(sizes.values())
 
 
@@ -280,11 +277,10 @@ def _penalty(
         chosen = [leaf.value for leaf in leaves if pattern.search(leaf.path)]
         if not chosen:  # a typing error would switch regularization off
             paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
-            msg = (
+            raise LossError(
                 f"{name}: no parameter's path matches {pattern.pattern!r}; there are "
                 f"{paths}{', ...' if len(leaves) > 4 else ''}."
             )
-            raise LossError(msg)
         # Summed in float32, as bfloat16 stops counting at 256.
         sums = [function(jnp.asarray(x).astype("float32")).sum() for x in chosen]
         return jnp.float32(strength) * jnp.stack(sums).sum()

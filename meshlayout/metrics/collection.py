@@ -219,12 +219,11 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
         counts = _checks.real_array("weights", weights, where=where, error=MetricError)
         masks = {"mask": counts != 0, "weights": counts, "sample_weights": counts}
         if not takes_any and known.keys().isdisjoint(masks):
-            msg = (
+            raise MetricError(
                 f"{where} takes neither 'mask' nor 'sample_weights', so it cannot "
                 "leave out what has weight 0. Use a metric of meshlayout.metrics, or "
                 "batches without padding and weights."
             )
-            raise MetricError(msg)
         values |= masks
     for name, parameter in known.items():
         if parameter.default is parameter.empty:
@@ -238,17 +237,13 @@ def _like(empty: Leaf, leaf: Leaf) -> Any:
     if not hasattr(leaf, "dtype"):
         return empty
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)
-    return _jax.put(empty, leaf.sharding) if _is_placed(leaf) else empty
-
-
-def _is_placed(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    is_placed = isinstance(leaf, _jax.ArrayImpl)  # not inside jit
+    return _jax.put(empty, leaf.sharding) if is_placed else empty
 
 
 def _one_copy(leaf: Leaf) -> Any:
-    if not _is_placed(leaf) or _jax.is_extended(leaf.dtype):
-        return leaf
-    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+    is_copied = isinstance(leaf, _jax.ArrayImpl) and leaf.is_fully_replicated
+    return leaf.addressable_data(0) if is_copied else leaf
 
 
 def _on_host(value: Leaf) -> Any:

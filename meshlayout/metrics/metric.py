@@ -135,12 +135,11 @@ class Metric:
         if not elements.ndim:  # one number of the whole batch, which may be padding
             return jnp.any(factors != 0).astype(jnp.float32)
         if factors.shape != elements.shape[: factors.ndim]:
-            msg = (
+            raise MetricError(
                 f"{type(self).__name__}: {array_text(name, factors)} does not fit "
                 f"{array_text('elements', elements)}. Give weights of the shape of the "
                 f"elements or of their first dims, such as {elements.shape[:1]}."
             )
-            raise MetricError(msg)
         return jnp.broadcast_to(_spread(factors, elements.ndim), elements.shape)
 
 
@@ -231,12 +230,11 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
     if named.get(name) is not None:
         return named[name]
     names = [key for key, value in named.items() if value is not None]
-    msg = (
+    raise MetricError(
         f"{where}: there is no {name!r} among the outputs and the entries of the batch "
         f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
         f"{way_out}"
     )
-    raise MetricError(msg)
 
 
 def _spread(x: jax.Array, ndim: int) -> jax.Array:

@@ -142,13 +142,11 @@ def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
         build: A function of no arguments that makes an NNX module, Linen variables,
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
-        layouts: The layouts, by path. Without, those of the open `scope`; outside of
-            one, every device holds everything, on the default mesh or on one of all
-            devices with the axis `batch`.
+        layouts: The layouts, by path. Without, those of the open `scope`; else every
+            device holds everything, on the default mesh or on all as one axis `batch`.
 
     Raises:
-        StateError: If the builder draws from an `nnx.Rngs` made outside of it, or
-            returns nothing.
+        StateError: If the builder draws from an outer `nnx.Rngs`, or returns nothing.
 
     Examples:
         >>> import meshlayout as ml
@@ -247,13 +245,12 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
-        msg = (
+        raise StateError(
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
             "layouts); or, inside ml.scope(layouts), give it as an argument. Of a "
             f"model that exists, return nnx.clone(model). ({error})"
-        )
-        raise StateError(msg) from error
+        ) from error
     shapes = iter(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.out_avals)
     leaves = [next(shapes) if leaf is _ARRAY else leaf for leaf in leaves]
     return TracedBuild(jaxpr, leaves, treedef, graphdef)

@@ -22,15 +22,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved, activate
-from meshlayout.state.creation import (
-    check_map,
-    eager_sharding,
-    eager_sharding_off,
-    layout_per_leaf,
-    marked,
-    place,
-    trace,
-)
+from meshlayout.state import creation
 from meshlayout.state.operations import finest_layout
 
 
@@ -54,13 +46,11 @@ def scope(layouts: LayoutMap) -> contextlib.AbstractContextManager[LayoutMap]:
         >>> ml.Layout.of(layer.kernel[...])
         Layout([unsharded, model], Mesh(batch=2, model=4))
     """
-    check_map(layouts, "ml.scope")
+    creation.check_map(layouts, "ml.scope")
     return _Scope(layouts)
 
 
 class _Scope:
-    """An open scope, and what was constructed in it."""
-
     def __init__(self, layouts: LayoutMap) -> None:
         self.layouts = layouts
         # Modules that are not part of another one, as far as is known.
@@ -91,10 +81,10 @@ class _Scope:
         if any(isinstance(x, nnx.Module) for x in objects.values()):
             # Its parts exist and cannot be traced as its own. Parts that it makes
             # itself come through here one by one; their paths now start at this module.
-            is_eager = eager_sharding()
-            with eager_sharding_off():
+            is_eager = creation.eager_sharding()
+            with creation.eager_sharding_off():
                 module = construct(cls, *args, **kwargs)
-            marked(module, is_eager=is_eager)
+            creation.marked(module, is_eager=is_eager)
             inside = {id(node) for _, node in nnx.iter_graph(module)}
             self._roots = [root for root in self._roots if id(root) not in inside]
             with contextlib.suppress(LayoutMapError):  # raised when the scope ends
@@ -111,7 +101,8 @@ class _Scope:
         return module
 
     def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return place(trace(lambda: init(*args, **kwargs)), self.layouts).create()
+        traced = creation.trace(lambda: init(*args, **kwargs))
+        return creation.place(traced, self.layouts).create()
 
     def start_optimizer(
         self,
@@ -140,10 +131,9 @@ class _Scope:
                 "variables of Linen's init that are made inside it. For Equinox and "
                 "other pytrees, write create(lambda: Model(...), layouts)."
             )
-        resolutions = [one for root in self._roots for one in self._move(root)]
         if self._roots:
-            every = (*resolutions, *self._slots)
-            self.layouts._check_used(Resolved(None, every))
+            moved = (one for root in self._roots for one in self._move(root))
+            self.layouts._check_used(Resolved(None, (*moved, *self._slots)))
 
     def _created(
         self,
@@ -159,7 +149,8 @@ class _Scope:
             copies = nnx.merge(graphdef, state_def.unflatten(values))
             return build(copies), copies
 
-        description = place(trace(build_pair, *inputs), self.layouts, self._lenient)
+        traced = creation.trace(build_pair, *inputs)
+        description = creation.place(traced, self.layouts, self._lenient)
         module, copies = description._make(inputs)
         nnx.update(objects, nnx.state(copies))
         # A module that keeps its Rngs shares them with the caller, as without a scope.
@@ -197,10 +188,10 @@ class _Scope:
 def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
     flat = _paths.flatten(state)
     moved = [leaf.value for leaf in flat.leaves]
-    for index, layout in enumerate(layout_per_leaf(moved, layouts)):
+    for index, layout in enumerate(creation.layout_per_leaf(moved, layouts)):
         if layout is not None and isinstance(moved[index], jax.Array):
             moved[index] = _jax.put(moved[index], layout.sharding)
-    with eager_sharding_off():
+    with creation.eager_sharding_off():
         nnx.update(node, flat.unflatten(moved))
 
 

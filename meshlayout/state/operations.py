@@ -31,8 +31,7 @@ def run_on_shards(
 ) -> list[jax.Array]:
     """Runs a closed jaxpr; no two results share memory, so that all can be donated."""
     inner = jaxpr.jaxpr
-    # On Explicit axes, operations need shardings as parameters, which a trace without a
-    # mesh does not have.
+    # On Explicit axes, operations would need shardings as parameters of the trace.
     mesh = Mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names))
     whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     plan, schedule = _plan(inner, targets, mesh)
@@ -132,8 +131,7 @@ def _plan(
             if out not in plan:
                 choose(out, finest(shape))
             if eqn.primitive.name in _REORDERINGS:
-                # To move the result afterwards is cheap; inside of the operation, XLA
-                # may unshard it.
+                # Moved afterwards, which is cheap; inside, XLA may unshard the result.
                 rows = [*finest(shape[:-1]), None][: len(shape)]
                 columns = [None] * (len(shape) - 1) + finest(shape[-1:])
                 for specs in ([*plan[out].spec], rows, columns):
@@ -157,8 +155,7 @@ def _operand_specs(eqn: Equation, mesh: Mesh, specs: list[Any]) -> list[Any] | N
     if eqn.primitive.name == "concatenate":
         return None if any(specs[eqn.params["dimension"] :][:1]) else specs
     shape, out_shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    # A sharded dim of the result corresponds to the operand's dim that begins after the
-    # same number of runs.
+    # A sharded dim corresponds to the operand's dim that begins after as many runs.
     starts = [math.prod(shape[:dim]) for dim in range(len(shape))]
     before: list[Any] = [None] * len(shape)
     for out_dim, spec in enumerate(specs):

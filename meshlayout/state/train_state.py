@@ -1,8 +1,7 @@
 """`TrainState`: everything that a training step carries forward.
 
 The arrays are plain nested dicts, split off the model once: `nnx.jit`, which takes
-modules, traverses them again at every call. The model's structure and the optimizer
-travel along as static code.
+modules, traverses them at every call. The model's code and the optimizer are static.
 """
 
 import dataclasses
@@ -25,16 +24,8 @@ from meshlayout.errors import StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
 from meshlayout.layout_map.report import nearest_paths
-from meshlayout.state.creation import (
-    StateDescription,
-    T,
-    check_builder,
-    describe_state,
-    eager_sharding,
-    eager_sharding_off,
-    layout_per_leaf,
-    marked,
-)
+from meshlayout.state import creation
+from meshlayout.state.creation import StateDescription, T
 
 
 _warn_once = functools.cache(logging.getLogger("meshlayout").warning)
@@ -118,8 +109,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        plan = cls.describe(build, optimizer, layouts, module=module, rng=rng)
-        return plan.create()
+        return cls.describe(build, optimizer, layouts, module=module, rng=rng).create()
 
     @classmethod
     @_checks.user_call
@@ -136,8 +126,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
         For shapes and layouts, or `Checkpointer.restore`; arguments as for `create`.
         """
-        check_builder(build, _WHERE)
-        tx, is_eager = _transformation(optimizer), eager_sharding()
+        creation.check_builder(build, _WHERE)
+        tx, is_eager = _transformation(optimizer), creation.eager_sharding()
         if not isinstance(rng, jax.Array):
             options: Any = {"at_least": None, "where": _WHERE, "error": StateError}
             rng = _checks.count("rng", rng, **options)
@@ -148,12 +138,12 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             key = rng if isinstance(rng, jax.Array) else jax.random.key(rng)
             built: Any = build()
             if isinstance(built, nnx.Module):
-                built = marked(built, is_eager=is_eager)
+                built = creation.marked(built, is_eager=is_eager)
             params, model_state, code = _split(built, module, tx)
             step = jax.numpy.zeros((), "int32")
             return cls(params, tx.init(params), model_state, step, key, {}, code)
 
-        return describe_state(state, layouts, _WHERE)
+        return creation.describe_state(state, layouts, _WHERE)
 
     @property
     def model(self) -> T:
@@ -168,7 +158,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if code.graphdef is None:
             variables = {"params": self.params, **self.model_state}
             return code.module.bind(variables, mutable=list(self.model_state))
-        with eager_sharding_off():
+        with creation.eager_sharding_off():
             return nnx.merge(code.graphdef, self.params, self.model_state)
 
     def _num_steps(self) -> int | str:
@@ -180,12 +170,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     def _refuse_used_up(self) -> None:
         # A step donates all arrays or none.
         if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
-            msg = (
+            raise StateError(
                 "a step has used up this state: it reused its memory. Continue with "
                 "the state that the step returned, or pass the step a copy: "
                 "jax.tree.map(jnp.copy, state)."
             )
-            raise StateError(msg)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays that are not parameters, for `model_state`.
@@ -253,7 +242,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             boxed = code.boxed.unflatten(jax.tree.leaves(self.params))
             parts = {"params": boxed}, self.model_state
         else:
-            with eager_sharding_off():
+            with creation.eager_sharding_off():
                 model = nnx.merge(code.graphdef, self.params, self.model_state)
             parts = nnx.state(model, nnx.Param, ...)
         params, rest = map(layouts.resolve, parts)
@@ -309,11 +298,10 @@ def optimizer_by_path(
     kinds = (optax.GradientTransformation, type(None))
     values = optimizers.values() if isinstance(optimizers, Mapping) else ()
     if not values or not all(isinstance(tx, kinds) for tx in values):
-        msg = (
+        raise StateError(
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
         )
-        raise StateError(msg)
     context = {"where": "optimizer_by_path", "error": StateError}
     patterns = [_checks.pattern("pattern", text, **context) for text in optimizers]
 
@@ -376,19 +364,17 @@ def _split(built: Any, module: Any, tx: Any) -> tuple[PyTree, PyTree, ModelCode]
         params = rest.pop("params", None)
         code = ModelCode(None, module, jax.tree.structure(boxed), tx)
     else:
-        msg = (
+        raise StateError(
             f"{_WHERE}: the builder must return an NNX module; or, with module= the "
             "Linen module, what module.init(key, sample) returns. Got "
             f"{_checks.type_text(built)} and module={_checks.shown(module)}. For any "
             "other pytree use create(build, layouts)."
         )
-        raise StateError(msg)
     if not jax.tree.leaves(params):
-        msg = (
+        raise StateError(
             f"{_WHERE}: the model has no parameters to train: no nnx.Param, or nothing "
             "in the collection 'params' of what Linen's module.init returns."
         )
-        raise StateError(msg)
     return params, rest, code
 
 
@@ -420,4 +406,4 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:
     """Returns layouts, which come in boxes, in the structure of a plain tree."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(layout_per_leaf(leaves, layouts))
+    return treedef.unflatten(creation.layout_per_leaf(leaves, layouts))

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Equation, Leaf, PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
@@ -86,8 +86,7 @@ def compile_step(
         step: A function of a state (any pytree of arrays) and other pytrees. It
             returns a pair: the new state, in the same structure, shapes and dtypes,
             and any pytree. It is traced with the state's mesh as JAX's ambient mesh.
-        static_argnames: Hashable arguments that are not arrays; a new value makes a
-            new program.
+        static_argnames: Hashable arguments, not arrays; new values make new programs.
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
         layouts: The layout map that `constrain` follows inside.
@@ -117,9 +116,8 @@ class _StepProgram:
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        self.is_bounded = self.is_spread and {x.platform for x in self.devices} == {
-            "cpu"
-        }
+        is_cpu = [device.platform == "cpu" for device in self.devices]
+        self.is_bounded = self.is_spread and all(is_cpu)
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
@@ -380,7 +378,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             if call is not None and self.warns_of_padding and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
-            if windows := [*filter(_is_window, _jax.equations(jaxpr.jaxpr))]:
+            # Convolutions and pooling, and their gradients.
+            every = _jax.equations(jaxpr.jaxpr)
+            if windows := [eqn for eqn in every if "window_strides" in eqn.params]:
                 placed = treedef.unflatten(map(_placed, leaves, program.layouts))
                 hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
                 inner = functools.partial(run_without, hidden, inner)
@@ -397,34 +397,30 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _kept(self, old: PyTree, result: PyTree, layouts: list[Any]) -> Any:
         """Returns a step's result, if its state is like the one that came in."""
         if not isinstance(result, tuple) or len(result) != 2:
-            msg = (
+            raise StepError(
                 f"{self.__name__} returned {_checks.type_text(result)}; a step returns "
                 "a pair, (state, aux), with aux=None if there is nothing else."
             )
-            raise StepError(msg)
         new, aux = result
         olds, treedef = jax.tree.flatten(old)
         before, after = (self._kinds((state,), {}) for state in (old, new))
         if before != after or treedef != jax.tree.structure(new):
             changes = [*changes_of(before, after), "its containers changed"]
-            msg = (
+            raise StepError(
                 f"{self.__name__} returned another state than came in: {changes[0]}. "
-                "Return it in the "
-                "structure, shapes and dtypes that it had: cast or reshape it back."
+                "Return it in the structure, shapes and dtypes that it had: cast or "
+                "reshape it back."
             )
-            raise StepError(msg)
-        kept = map(_like, jax.tree.leaves(new), olds, layouts)
-        return treedef.unflatten(kept), aux
+        return treedef.unflatten(map(_like, jax.tree.leaves(new), olds, layouts)), aux
 
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
         """Raises StepError for arrays that were used up or would be donated twice."""
         state = args[0] if self._donates else None
         if type(state) is not TrainState and _paths.holds_modules(state):
-            msg = (
+            raise StepError(
                 f"{self.__name__}: the state holds an NNX module, no pytree of arrays. "
                 "Pass what nnx.split(module) gives, or a TrainState; or keep @nnx.jit."
             )
-            raise StepError(msg)
         donated = {*map(id, jax.tree.leaves(state))}
         owners: dict[int, str] = {}
         for name, leaf in self._named(args, kwargs).items():
@@ -444,8 +440,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         names = {name.partition("/")[0] for name in now}
         alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
         every = (changes_of(seen, now) for seen in alike or self._seen)
-        changes = min(every, key=len, default=[])
-        change = [*changes, _OTHER_CHANGE][0]
+        change = [*min(every, key=len, default=[]), _OTHER_CHANGE][0]
         line = f"{self.__name__} recompiles: {change}."
         if self._options["on_recompile"] == "error":
             raise StepError(line)
@@ -509,12 +504,6 @@ def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
     if not isinstance(leaf, Tracer) or layout is None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-
-def _is_window(eqn: Equation) -> bool:
-    """Returns whether an operation is a convolution or pooling, or a gradient of it."""
-    is_convolution = eqn.primitive.name == "conv_general_dilated"
-    return is_convolution or "window_dimensions" in eqn.params
 
 
 def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:

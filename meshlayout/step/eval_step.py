@@ -11,23 +11,13 @@ import jax
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
+from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.step import model_call, objective
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.model_call import (
-    Precision,
-    PrecisionPolicy,
-    call_model,
-    parse_precision,
-)
-from meshlayout.step.objective import (
-    Loss,
-    check_function,
-    make_loss,
-    merged,
-    metrics_of_batch,
-)
+from meshlayout.step.model_call import Precision, PrecisionPolicy
 from meshlayout.step.train_step import StateStep
 
 
@@ -54,15 +44,14 @@ def make_eval_step(
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> state = TrainState.create(build, optax.sgd(0.1))
-        >>> def loss_fn(model, batch):
-        ...     return jnp.square(model(batch["x"]) - batch["y"])
-        >>> eval_step = make_eval_step(loss_fn)
-        >>> metrics = eval_step(state, {"x": jnp.zeros((8, 2)), "y": jnp.ones((8, 1))})
-        >>> float(metrics["loss"])
+        >>> eval_step = make_eval_step(
+        ...     lambda model, batch: (model(batch["x"]) - 1) ** 2
+        ... )
+        >>> float(eval_step(state, {"x": jnp.zeros((8, 2))})["loss"])
         1.0
     """
     options = loss_fn, metrics, regularizers, weights, denominator, precision
-    loss = make_loss("make_eval_step", *options)
+    loss = objective.make_loss("make_eval_step", *options)
     return EvalStep(loss.loss_fn, loss.weights, layouts, on_recompile, loss)
 
 
@@ -74,7 +63,7 @@ class EvalStep(StateStep[Metrics]):
     """
 
     __name__ = "eval_step"
-    _plan: Loss
+    _plan: objective.Loss
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         loss = self._plan
@@ -87,13 +76,12 @@ class EvalStep(StateStep[Metrics]):
             parts |= loss.penalties(state.params)
             weight = loss.total_weight(batch)
             measured = loss.measured(values, outputs, batch)
-            return metrics_of_batch(parts, {}, weight, measured)
+            return objective.metrics_of_batch(parts, {}, weight, measured)
 
         def eval_step(
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> Metrics:
-            measured = measure(state, batch)
-            return measured if metrics is None else merged(metrics, measured)
+            return objective.merged(metrics, measure(state, batch))
 
         return CompiledStep(eval_step, donate=False, **self._options)
 
@@ -108,11 +96,8 @@ def make_predict_step(
 ) -> "PredictStep":
     """Makes a compiled step that returns a model's predictions for a batch.
 
-    Args:
-        predict_fn: A function of the model, in evaluation mode, and a batch.
-        precision: As for `make_train_step`.
-        layouts: As for `make_train_step`.
-        on_recompile: As for `compile_step`.
+    `predict_fn` is a function of the model, in evaluation mode, and a batch. The other
+    arguments are those of `make_train_step`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -123,8 +108,9 @@ def make_predict_step(
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
     """
-    check_function("predict_fn", "make_predict_step", predict_fn)
-    policy = parse_precision(precision)
+    context: Any = {"where": "make_predict_step", "error": StepError}
+    _checks.function("predict_fn", predict_fn, "model", "batch", **context)
+    policy = model_call.parse_precision(precision)
     return PredictStep(predict_fn, None, layouts, on_recompile, policy)
 
 
@@ -148,7 +134,7 @@ class PredictStep(StateStep[Any]):
         function, policy = self._function, self._plan
 
         def predict_step(state: TrainState, batch: Batch, metrics: None) -> Any:
-            rest = policy, state, state.rng
-            return call_model(lambda x: function(x, batch), *rest, train=False)[0]
+            call = (lambda model: function(model, batch)), policy, state, state.rng
+            return model_call.call_model(*call, train=False)[0]
 
         return CompiledStep(predict_step, donate=False, **self._options)

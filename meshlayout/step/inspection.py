@@ -61,10 +61,10 @@ class StepMemory:
         return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
 
     def __repr__(self) -> str:
-        return _render.text_table(_HEADERS, self._rows(), "lr")
+        return _render.text_table(["", "per device"], self._rows(), "lr")
 
     def _repr_html_(self) -> str:
-        return _render.html_table(_HEADERS, self._rows(), "lr")
+        return _render.html_table(["", "per device"], self._rows(), "lr")
 
     def _rows(self) -> list[list[str]]:
         sizes = {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
@@ -73,9 +73,6 @@ class StepMemory:
             for name, size in sizes.items()
             if size or name not in ("host_bytes", "code_bytes")
         ]
-
-
-_HEADERS = ["", "per device"]
 
 
 @_checks.user_call
@@ -90,10 +87,7 @@ class StepInspection:
     _state_name = "state"  # the step's first parameter
     _options: Any  # layouts= and on_recompile=
     executable: Any = None  # from a file
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """Traces the step for these arguments, as `jax.jit(...).trace` does."""
-        raise NotImplementedError
+    trace: Any  # as of `jax.jit`
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does."""
@@ -192,11 +186,9 @@ def _layout_text(layout: Any) -> str:
 
 def changes_of(before: Kinds, now: Kinds) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
-    changes = []
+    changes, nothing = [], ("nothing", "")
     for name in dict.fromkeys([*now, *before]):
-        (old, here), (new, there) = (
-            x.get(name, ("nothing", "")) for x in (before, now)
-        )
+        (old, here), (new, there) = (x.get(name, nothing) for x in (before, now))
         if old != new and name == "the optimizer":
             changes.append("the optimizer changed to a new one")
         elif old != new:

@@ -23,9 +23,8 @@ from meshlayout.exchange.halos import is_sure, may_shard
 
 
 _Axes: TypeAlias = frozenset[str]
-_Array: TypeAlias = tuple[
-    tuple[int, ...], Sequence[_Axes]
-]  # its shape, each dim's axes
+# The shape of an array, and the axes of each dim.
+_Array: TypeAlias = tuple[tuple[int, ...], Sequence[_Axes]]
 
 
 def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes:
@@ -155,11 +154,10 @@ def _hidden(
         what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
         axes = ", ".join(map(repr, sorted(wrong)))
         rows = tuple(axis for axis, size in sizes.items() if size > 1)
-        msg = (
+        raise StepError(
             f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
             f"along the mesh axes {axes}. Two layouts are right, of images that are "
             f"whole in space: their rows over all axes, {rows}; or the channels of "
             "kernels and images over the axes without rows."
         )
-        raise StepError(msg)
     return others if wrong else wrong

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -31,6 +31,7 @@ from meshlayout._patches import SharedPatches
 from meshlayout.errors import StateError, StepError, stack_level
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
+from meshlayout.state.creation import is_array
 from meshlayout.state.train_state import start_training
 
 
@@ -69,9 +70,8 @@ class PrecisionPolicy:
     """Dtypes of a step, for a combination that `precision=` has no name for.
 
     Attributes:
-        compute: The dtype in which layers compute; None for that of the parameters. A
-            layer that was given a dtype keeps it. Statistics of normalization, losses
-            and norms stay in float32.
+        compute: The dtype in which layers compute, unless they were given one; None for
+            the parameters'. Statistics, losses and norms stay in float32.
         output: The dtype of what the model returns; None leaves it unchanged.
     """
 
@@ -109,12 +109,11 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
     text = getattr(precision, "__name__", str(precision))  # as of jnp.bfloat16
     marks = {"bf": "bfloat16", "16": "float16", "32": "float32"}
     near = next((f" Did you mean {marks[x]!r}?" for x in marks if x in text), "")
-    msg = (
+    raise StateError(
         f"precision={precision!r} is none of {', '.join(map(repr, _NAMED))}, or a "
         "PrecisionPolicy(compute, output). A layer that should compute in another "
         f"dtype names it itself: dtype=.{near}"
     )
-    raise StateError(msg)
 
 
 def cast(tree: PyTree, dtype: DType | None) -> Any:
@@ -200,7 +199,6 @@ def _with_pmap_axes(call: Callable[[], _T]) -> _T:
 
 
 def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str]:
-    """Returns the paths of the layers that have a field `dtype`."""
     if isinstance(model, nnx.Module):
         return {path for path, one in named_modules(model) if hasattr(one, "dtype")}
     paths: set[str] = set()
@@ -265,15 +263,9 @@ _PATH = "_meshlayout_path"
 
 # Any two compare equal: for NNX it is a static attribute, and blocks that differ only
 # in it must stay of one structure, as models stack them to scan over.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Path:
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Path)
-
-    def __hash__(self) -> int:
-        return hash(_Path)
+    text: str = field(compare=False)
 
 
 @contextlib.contextmanager
@@ -302,8 +294,7 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
 
 def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Returns an NNX model's submodules by path, itself included."""
-    nodes = nnx.iter_graph(model)
-    modules = [(path, x) for path, x in nodes if isinstance(x, nnx.Module)]
+    modules = nnx.iter_modules(model)
     return [("/".join(map(str, path)), module) for path, module in modules]
 
 
@@ -363,12 +354,11 @@ def weight_mask(weights: jax.Array) -> Interceptor:
 
 def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
     if x.shape[:1] != weights.shape[:1]:
-        msg = (
+        raise StepError(
             f"{path or 'the model'}: a BatchNorm is called with an array of shape "
             f"{x.shape} in a batch with weights for {weights.shape[0]} examples, so "
             "which rows are padding is unknown. Pass it mask= in the model."
         )
-        raise StepError(msg)
     dims = 1  # as many as both have: the weights may be per token
     while dims < x.ndim - 1 and weights.shape[dims : dims + 1] == (x.shape[dims],):
         dims += 1
@@ -380,30 +370,24 @@ def _is_real(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
 Remat: TypeAlias = str | Callable[..., Any]
 
 
-class Rematting:
-    """Recomputes submodules; an `Interceptor`. What is inside of one is not done twice.
+def rematting(remat: Remat, params: PyTree) -> Interceptor:
+    """Returns an interceptor that recomputes submodules, but nothing twice.
 
     They are wrapped in `nnx.remat` or `nn.remat` when they are called. The parameters'
     paths show which submodules are blocks.
     """
+    paths, is_inside = {""} if remat == "full" else _block_paths(params), False
+    if not paths:
+        raise StepError(
+            "remat: the model has no blocks (numbered submodules, as 'layers/0', that "
+            "hold submodules with parameters). Take remat='full'."
+        )
 
-    def __init__(self, remat: Remat, params: PyTree) -> None:
-        self._policy = remat if callable(remat) else None
-        self._paths = {""} if remat == "full" else _block_paths(params)
-        self._is_inside = False
-        if not self._paths:
-            msg = (
-                "remat: the model has no blocks (numbered submodules, as 'layers/0', "
-                "that hold submodules with parameters). Take remat='full'."
-            )
-            raise StepError(msg)
+    def intercept(call: ModuleCall) -> Callable[..., Any]:
+        is_chosen = call.path in paths and not is_inside
+        return functools.partial(recomputed, call) if is_chosen else call.proceed
 
-    def __call__(self, call: ModuleCall) -> Callable[..., Any]:
-        """Returns a call whose insides are recomputed, of a chosen submodule."""
-        is_chosen = call.path in self._paths and not self._is_inside
-        return functools.partial(self._recomputed, call) if is_chosen else call.proceed
-
-    def _recomputed(self, call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
+    def recomputed(call: ModuleCall, /, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
         is_nnx = isinstance(call.module, nnx.Module)
 
@@ -411,9 +395,7 @@ class Rematting:
             # Not flags and None. An NNX object (with any attribute, as nnx.Rngs) is
             # not flattened: a copy's random streams would advance alone. Linen's remat
             # would; to it such an object is a constant.
-            if _paths.is_nnx_object(leaf):
-                return is_nnx
-            return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+            return is_nnx if _paths.is_nnx_object(leaf) else is_array(leaf)
 
         traced = {i: leaf for i, leaf in enumerate(leaves) if is_traced(leaf)}
 
@@ -421,14 +403,18 @@ class Rematting:
             every = {**dict(enumerate(leaves)), **traced}
             args, kwargs = treedef.unflatten(every.values())
             # The module inside is a copy, whose call is intercepted again.
-            self._is_inside = True
+            nonlocal is_inside
+            is_inside = True
             try:
                 return module(*args, **kwargs)
             finally:
-                self._is_inside = False
+                is_inside = False
 
-        remat: Any = nnx.remat if is_nnx else nn.remat
-        return remat(inner, policy=self._policy)(call.module, traced)
+        wrap: Any = nnx.remat if is_nnx else nn.remat
+        policy = remat if callable(remat) else None
+        return wrap(inner, policy=policy)(call.module, traced)
+
+    return intercept
 
 
 def _block_paths(params: PyTree) -> set[str]:

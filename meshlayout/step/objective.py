@@ -22,25 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import (
-    check_weights_key,
-    get_weights,
-    num_examples,
-    weights_of,
-)
+from meshlayout._batches import check_weights_key, get_weights, num_examples, weights_of
 from meshlayout.errors import LossError, MetricError, StepError, stack_level
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
-from meshlayout.step.model_call import (
-    Interceptor,
-    Precision,
-    PrecisionPolicy,
-    Remat,
-    Rematting,
-    call_model,
-    parse_precision,
-    weight_mask,
-)
+from meshlayout.step import model_call
+from meshlayout.step.model_call import Precision, PrecisionPolicy, Remat
 
 
 # The name of the loss function's own part in the metrics.
@@ -104,11 +91,11 @@ class Loss:
         if rows == 0:
             msg = "the batch has no examples, and there is nothing to learn from it."
             raise StepError(msg)
-        interceptors: list[Interceptor] = []
+        interceptors: list[model_call.Interceptor] = []
         if self.remat != "none":
-            interceptors.append(Rematting(self.remat, state.params))
+            interceptors.append(model_call.rematting(self.remat, state.params))
         if weights is not None and self.train:
-            interceptors.append(weight_mask(weights))
+            interceptors.append(model_call.weight_mask(weights))
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
@@ -116,7 +103,7 @@ class Loss:
             options = {name: x for name, x in options.items() if name in names}
             return self.loss_fn(model, batch, **options)
 
-        result, recorded, after = call_model(
+        result, recorded, after = model_call.call_model(
             function, self.policy, state, key, interceptors, train=self.train
         )
         if self.train and state.program.module and "train" not in names:
@@ -169,7 +156,6 @@ def _check_mode(before: PyTree, after: PyTree) -> None:
 def _losses_and_outputs(
     loss_fn: Callable[..., Any], result: PyTree
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns losses and outputs from what a loss function returned."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     values, outputs = result if is_pair else (result, {})
     dtype = getattr(values, "dtype", np.void)
@@ -179,12 +165,11 @@ def _losses_and_outputs(
             f"an array of {x.dtype}" if hasattr(x, "dtype") else _checks.type_text(x)
             for x in (result if isinstance(result, tuple) else [result])
         ]
-        msg = (
+        raise StepError(
             f"{name} returned {' and '.join(texts)}; a loss function returns losses, "
             "floats of shape (batch, ...), or those and a dict of outputs for the "
             'metrics: return losses, {"logits": logits}.'
         )
-        raise StepError(msg)
     return values, dict(outputs)
 
 
@@ -193,18 +178,16 @@ def _weighted_rows(
 ) -> jax.Array:
     shape = jnp.shape(value)
     if not shape:
-        msg = (
+        raise LossError(
             f"{what} a scalar, and the batch has weights: it may hold padding, which a "
             "scalar has already averaged in. Return one loss per example, (batch,), or "
             "take the weights out of the batch."
         )
-        raise LossError(msg)
     if shape[0] != rows:
-        msg = (
+        raise LossError(
             f"{what} losses of shape {shape} in a batch of {rows} examples: the first "
             "dim has to be the batch dim."
         )
-        raise LossError(msg)
     try:
         return losses.weighted(losses.per_example(value, weights), weights)
     except LossError as error:
@@ -231,8 +214,10 @@ def metrics_of_batch(
     return Metrics({**metrics, **{name: users.metric(name) for name in users}})
 
 
-def merged(metrics: Metrics, measured: Metrics) -> Metrics:
-    """Returns the metrics of earlier batches and of one more, inside jit."""
+def merged(metrics: Metrics | None, measured: Metrics) -> Metrics:
+    """Returns the metrics of earlier batches, if any, and of one more, inside jit."""
+    if metrics is None:
+        return measured
     try:
         metrics = metrics.merge(measured)
     except MetricError as error:
@@ -258,18 +243,10 @@ def check_batch(batch: Batch, key: str | int | None) -> None:
     # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
     on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
     if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
-        msg = (
+        raise StepError(
             f"the weights of a batch must be finite and not negative; {key!r} has "
             f"values from {weights.min()} to {weights.max()}."
         )
-        raise StepError(msg)
-
-
-def check_function(name: str, where: str, function: Callable[..., Any]) -> None:
-    """Raises StepError unless `name=` of `where` takes a model and a batch."""
-    options: Any = {"where": where, "error": StepError}
-    options["keywords"] = ("rngs", "train") if name == "loss_fn" else ()
-    _checks.function(name, function, "model", "batch", **options)
 
 
 def make_loss(
@@ -285,7 +262,8 @@ def make_loss(
     train: bool = False,
 ) -> Loss:
     """Returns what the options of `where`, `make_train_step` or its like, mean."""
-    check_function("loss_fn", where, loss_fn)
+    context: Any = {"keywords": ("rngs", "train"), "where": where, "error": StepError}
+    _checks.function("loss_fn", loss_fn, "model", "batch", **context)
     choices = get_args(losses.Denominator)
     _checks.choice("denominator", denominator, choices, error=LossError)
     if isinstance(remat, type) or not callable(remat):
@@ -293,23 +271,22 @@ def make_loss(
         options: Any = {"hint": hint, "error": StepError}
         _checks.choice("remat", remat, ("none", "blocks", "full"), **options)
     if not isinstance(weights, (str, int)) or isinstance(weights, bool):
-        msg = (
+        raise StepError(
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
             f"{_checks.shown(weights)}."
         )
-        raise StepError(msg)
     penalties = {} if regularizers is None else regularizers
     if not isinstance(penalties, Mapping) or not all(map(callable, penalties.values())):
-        msg = (
+        raise StepError(
             "regularizers= takes functions of the parameters by name, as "
             f'{{"l2": losses.l2(1e-5)}}, not {_checks.shown(penalties)}.'
         )
-        raise StepError(msg)
     users = Metrics({} if metrics is None else metrics)
     for name in (*users, *penalties):
         if name in RESERVED or (name in penalties and name in users):
             kind = "metrics" if name in users else "regularizers"
             msg = f"{kind}=: {name!r} is reported by the step; take another name."
             raise StepError(msg)
-    basis = loss_fn, parse_precision(precision), weights, denominator, penalties
+    policy = model_call.parse_precision(precision)
+    basis = loss_fn, policy, weights, denominator, penalties
     return Loss(*basis, users.empty(), remat, train)

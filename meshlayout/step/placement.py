@@ -1,7 +1,4 @@
-"""Batches that no owner has placed: sharded by rows, and stacked for several steps.
-
-Every device would otherwise compute all of the rows, and nothing would say so.
-"""
+"""Batches that no owner has placed: sharded by rows, and stacked for several steps."""
 
 import logging
 import math
@@ -31,25 +28,20 @@ _log = logging.getLogger("meshlayout")
 def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
     """Shards the rows, in a dim, of a host batch over the batch axes of the mesh."""
     leaves, treedef = jax.tree.flatten(batch)
-    sharding = _jax.sharding_of(state.step)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return batch
-    mesh: Any = sharding.mesh
-    axes = batch_axes(mesh)
-    with_rows = [leaf for leaf in leaves if np.ndim(leaf) > dim]
+    mesh, with_rows = _mesh_of(state), [x for x in leaves if np.ndim(x) > dim]
+    axes = batch_axes(mesh) if mesh else ()
     if not axes or not with_rows:
         return batch
     shards = math.prod(mesh.shape[axis] for axis in axes)
     for size in (np.shape(leaf)[dim] for leaf in with_rows):
         if size % shards:
-            msg = (
+            raise StepError(
                 f"the batch has {size} rows, which do not divide into {shards} shards "
                 f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
                 "device would compute all of them. Pad or drop rows, or take "
                 "ml.distribute_dataset(source, mesh), which pads the last batch and "
                 "gives the padding weight 0."
             )
-            raise StepError(msg)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
         placed = [leaf.update(sharding=sharding) for leaf in with_rows]
@@ -59,16 +51,21 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
     return treedef.unflatten([next(each) if np.ndim(x) > dim else x for x in leaves])
 
 
+def _mesh_of(state: TrainState) -> Any:
+    """Returns the mesh of a state, if it has several devices."""
+    sharding = _jax.sharding_of(state.step)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        return sharding.mesh
+    return None
+
+
 def check_divided(
     state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int
 ) -> None:
     """Raises StepError, before the first call on a mesh, if its devices do the same."""
-    sharding = _jax.sharding_of(state.step)
-    leaves = jax.tree.leaves(batch)
-    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-    if is_traced or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    mesh, leaves = _mesh_of(state), jax.tree.leaves(batch)
+    if mesh is None or any(isinstance(leaf, Tracer) for leaf in leaves):
         return
-    mesh: Any = sharding.mesh
     shards = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
     rows = next((leaf.shape[dim] for leaf in leaves if np.ndim(leaf) > dim), 0)
     shardings = map(_jax.sharding_of, [*leaves, *jax.tree.leaves(state)])
@@ -85,7 +82,7 @@ def check_divided(
     # The program's text shows what is sharded inside it alone.
     if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
         return
-    msg = (
+    raise StepError(
         f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the same: "
         "no array of the batch, and none of the state, is sharded over an axis. Shard "
         "the rows: ml.distribute_dataset(source, mesh) does over axes called "
@@ -93,7 +90,6 @@ def check_divided(
         f"{mesh.axis_names[0]!r}, ...)) over any. Or shard the state, with a "
         "LayoutMap's rules; or make a mesh of one device."
     )
-    raise StepError(msg)
 
 
 def stacked(batches: Batch, count: int) -> Batch:
@@ -103,11 +99,10 @@ def stacked(batches: Batch, count: int) -> Batch:
     sizes = {len(batches)} if is_list else {*dims}
     if sizes != {count}:
         got = f"a list of {len(batches)}" if is_list else sorted(sizes)
-        msg = (
+        raise StepError(
             f"steps_per_call={count} takes a list of {count} batches, or arrays with a "
             f"first dim of {count}; this call was given {got}."
         )
-        raise StepError(msg)
     if is_list and isinstance(jax.tree.leaves(batches)[0], jax.ShapeDtypeStruct):
         return jax.tree.map(lambda x: _stacked_spec(x, count), batches[0])
     return _stack(batches) if is_list else batches

@@ -29,22 +29,11 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    OtherProgramError,
-    as_weak_as,
-    layout_of,
-)
+from meshlayout.step import compiled_step, objective
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import Precision, Remat
-from meshlayout.step.objective import (
-    Loss,
-    check_batch,
-    make_loss,
-    merged,
-    metrics_of_batch,
-)
+from meshlayout.step.objective import check_batch
 from meshlayout.step.placement import check_divided, sharded, stacked
 from meshlayout.step.update import (
     Microbatches,
@@ -123,8 +112,7 @@ def make_train_step(
             `jax.checkpoint_policies` for the blocks.
         steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
             or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all. It saves host time, but XLA compiles the body of a
-            loop less well on CPUs: try it.
+            metrics are those of all. On CPUs, XLA compiles loops less well.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -149,13 +137,11 @@ def make_train_step(
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
-    loss = make_loss(
-        "make_train_step",
-        *(loss_fn, metrics, regularizers, weights, denominator, precision, remat),
-        train=True,
-    )
+    options = loss_fn, metrics, regularizers, weights, denominator, precision, remat
+    loss = objective.make_loss("make_train_step", *options, train=True)
     has_loss_scale = loss.policy.compute == jnp.float16
-    update = Update(clip_norm, on_nonfinite, ema, has_loss_scale)
+    may_skip = has_loss_scale or on_nonfinite == "skip"
+    update = Update(clip_norm, may_skip, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 
@@ -164,7 +150,7 @@ def make_train_step(
 class Plan:
     """What a train step does: the options of `make_train_step`, checked."""
 
-    loss: Loss
+    loss: objective.Loss
     update: Update
     accumulate: int
     steps_per_call: int
@@ -185,14 +171,11 @@ def _one_step(
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)
         measured = select(is_done, measured, loss.metrics)
-    return new, metrics_of_batch(gradients.parts, notes, weight, measured)
+    return new, objective.metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
 class StateStep(StepInspection, Generic[R]):
-    """A step of a train state and a batch, compiled at its first call.
-
-    A step that measures nothing has no `weights`.
-    """
+    """A step of a train state and a batch, compiled at its first call."""
 
     __name__: str
     _trains = False
@@ -204,7 +187,7 @@ class StateStep(StepInspection, Generic[R]):
     def __init__(
         self,
         function: Callable[..., Any],
-        weights: str | int | None,
+        weights: str | int | None,  # None if it measures nothing
         layouts: LayoutMap | None,
         on_recompile: OnRecompile,
         plan: Any,  # what the kind of step needs besides
@@ -236,7 +219,7 @@ class StateStep(StepInspection, Generic[R]):
                 part = state if self._trains else _parts[state]
                 start = self._start if metrics is None else metrics
                 return self._again(part, batch, start)
-        except (OtherProgramError, KeyError):
+        except (compiled_step.OtherProgramError, KeyError):
             pass
         except Exception as problem:
             error = problem
@@ -366,11 +349,9 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         if count == 1:
             return mesh, Microbatches(1)
         rows = row_sharding(batch, self._row_dim)
-        params, slots = (
-            tuple(map(_jax.sharding_of, jax.tree.leaves(tree)))
-            for tree in (state.params, state.opt_state)
-        )
-        return mesh, Microbatches(count, rows, params, slots)
+        trees = map(jax.tree.leaves, (state.params, state.opt_state))
+        shardings = (tuple(map(_jax.sharding_of, leaves)) for leaves in trees)
+        return mesh, Microbatches(count, rows, *shardings)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
@@ -379,7 +360,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> tuple[TrainState, Metrics]:
             new, measured = one_step(state, batch)
-            return new, measured if metrics is None else merged(metrics, measured)
+            return new, objective.merged(metrics, measured)
 
         def train_steps(
             state: TrainState, batch: Batch, metrics: Metrics | None
@@ -391,7 +372,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
             def body(carry: Any, batch: Batch) -> tuple[Any, None]:
                 after = train_step(carry[0], batch, carry[1])
                 # A loop refuses a carry whose leaves become weakly typed, or strongly.
-                return jax.tree.map(as_weak_as, carry, after), None
+                return jax.tree.map(compiled_step.as_weak_as, carry, after), None
 
             return jax.lax.scan(body, (state, metrics), batch)[0]
 
@@ -414,5 +395,5 @@ def check_state(where: str, state: object) -> None:
 def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     """Returns a batch as its owner has placed it, or sharded over the batch axes."""
     leaves = jax.tree.leaves(batch)
-    is_placed = any(isinstance(x, Tracer) or layout_of(x) for x in leaves)
+    is_placed = any(isinstance(x, Tracer) or compiled_step.layout_of(x) for x in leaves)
     return batch if is_placed else sharded(state, batch, dim)

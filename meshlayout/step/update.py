@@ -6,9 +6,8 @@ compiler is the partitioner. It would add up the devices' gradients in every
 microbatch, but XLA's compilers for TPU and GPU recognize a carry that is only added to
 (while-loop-all-reduce-code-motion) and move the all-reduce out of the loop. So nothing
 may read the carry, or the sum of a microbatch's losses, inside the loop: losses leave
-it one per example, and are added up after it (`test_tpu_programs` counts). Running
-replicas by hand in shard_map was tried: losses in which examples meet then depend on
-the mesh.
+it one per example, and are added up after it (`test_tpu_programs` counts). Replicas
+run by hand in shard_map were tried: losses in which examples meet depend on the mesh.
 """
 
 import functools
@@ -136,23 +135,18 @@ def _scanned(
     weights: jax.Array | None,
     microbatches: Microbatches,
 ) -> Any:
-    """Returns what `backward` does, added up over microbatches.
-
-    Microbatch i of k holds the rows i, i + k, i + 2 * k, ...: every device cuts its own
-    rows, and no row moves.
-    """
+    """Returns what `backward` does, added up over microbatches; no row moves."""
     shards, num_rows = 1, num_examples(batch)
     if microbatches.rows is not None:
         (entry,) = microbatches.rows.spec
         axes = entry if isinstance(entry, tuple) else (entry,)
         shards = math.prod(microbatches.rows.mesh.shape[axis] for axis in axes)
     if num_rows % (microbatches.count * shards):
-        msg = (
+        raise StepError(
             f"a global batch of {num_rows} examples does not divide into "
             f"{microbatches.count} microbatches over {shards} shards. Take a multiple "
             f"of {microbatches.count * shards}."
         )
-        raise StepError(msg)
     rows = jax.tree.map(functools.partial(_split, microbatches), batch)
     has_examples = None
     if weights is not None:
@@ -245,7 +239,7 @@ class Update:
     """How gradients change the state."""
 
     clip_norm: float | None
-    on_nonfinite: OnNonfinite
+    may_skip: bool  # a step whose loss or gradients are not finite
     ema: float | None
     has_loss_scale: bool
 
@@ -254,7 +248,7 @@ class Update:
         starts: dict[str, Any] = {}
         if self.ema is not None:
             starts[EMA] = state.params
-        if self._may_skip:
+        if self.may_skip:
             starts[SKIPPED] = np.int32(0)
         if self.has_loss_scale:
             scalars: Any = {"fin_steps": np.int32(0), "scale": np.float32(2**15)}
@@ -269,14 +263,9 @@ class Update:
                 return state.step.update(dtype=value.dtype)
             return _jax.put(value, state.step.sharding)
 
-        extra = dict(state.extra)
         for name, start in missing.items():
-            extra[name] = jax.tree.map(_average if name == EMA else scalar, start)
-        return state.replace(extra=extra)
-
-    @property
-    def _may_skip(self) -> bool:
-        return self.on_nonfinite == "skip" or self.has_loss_scale
+            missing[name] = jax.tree.map(_average if name == EMA else scalar, start)
+        return state.replace(extra=state.extra | missing)
 
     def scale(self, state: TrainState) -> Any:
         """Returns the factor of the loss, or None."""
@@ -312,7 +301,7 @@ class Update:
             step=state.step + 1,
             extra=extra,
         )
-        if self._may_skip:
+        if self.may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._kept(is_finite, state, new)
             notes["skipped"] = 1 - is_finite.astype("float32")

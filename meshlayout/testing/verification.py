@@ -121,7 +121,6 @@ def verify(
     # Compiled as on the one device: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
-    run: Any = step
     step_on_one: Any = step
     if isinstance(step, StateStep):
         step_on_one = step.without_layouts()
@@ -160,7 +159,7 @@ def verify(
     starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
     state, differences = jax.tree.map(_copied, state), []
     for number in range(1, num_steps + 1):
-        state, leaves = results(run(state, batch, *args, **kwargs), state)
+        state, leaves = results(step(state, batch, *args, **kwargs), state)
         whole, expected = on_one(whole, _to_one_device(batch, one))
         moved, noisy = on_one(moved, _to_one_device(batch, one, rounded))
         if other := sorted(leaves.keys() ^ expected.keys()):
@@ -180,12 +179,11 @@ def verify(
         if wrong := [leaf for leaf in differences if leaf.text]:
             # The loss is nearest to the cause: parameters differ because it does.
             first = min(wrong, key=lambda leaf: leaf.path != "aux/loss")
-            msg = (
+            raise VerificationError(
                 f"step {number}: {array_text(first.path, leaves[first.path])} differs "
                 f"between {mesh!r} and one device{first.text}\nLeaves that differ: "
                 f"{len(wrong)} of {len(differences)}.\n{_CAUSES}"
             )
-            raise VerificationError(msg)
     return Verification(mesh, num_steps, tuple(differences))
 
 
@@ -408,10 +406,8 @@ def expect_communication(
     for kind, count in counts.items():
         if kind not in KINDS:
             near = did_you_mean(kind, (*KINDS, "only", "max_wire_bytes"))
-            msg = (
-                f"{kind!r} is not a kind of collective; these are: {', '.join(KINDS)}."
-            )
-            raise VerificationError(msg + near)
+            known = f"these are: {', '.join(KINDS)}.{near}"
+            raise VerificationError(f"{kind!r} is not a kind of collective; {known}")
         _checks.count(kind, count, at_least=0, error=VerificationError)
     expected = {**dict.fromkeys(KINDS, 0), **counts} if only else counts
     sent = _sent_by(program, args)
@@ -436,11 +432,9 @@ def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
     if is_lowered and args:
         msg = "expect_communication: a lowered program takes no further arguments."
         raise VerificationError(msg)
-    step: Any = program
-    if not is_lowered and not hasattr(program, "lower"):
-        step = compile_step(program)
+    is_jitted = is_lowered or hasattr(program, "lower")
+    step: Any = program if is_jitted else compile_step(program)
     if isinstance(step, StepInspection):
         return step.communication(*args)
     lowered = step if is_lowered else step.lower(*args)
-    is_compiled = not hasattr(lowered, "compile")
-    return read_communication(lowered if is_compiled else lowered.compile())
+    return read_communication(getattr(lowered, "compile", lambda: lowered)())

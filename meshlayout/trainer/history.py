@@ -51,8 +51,7 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
 
         Values that are not finite are left out, and so are metrics that have dims.
         """
-        chosen = names or tuple(self)
-        return Curves.of(self.epochs, {name: self[name] for name in chosen})
+        return Curves.of(self.epochs, {name: self[name] for name in names or self})
 
     def __missing__(self, name: str) -> NoReturn:
         known, near = ", ".join(map(repr, self)) or "nothing yet", unseen(name, self)
@@ -78,6 +77,11 @@ def unseen(name: str, known: Collection[str]) -> str:
     if str(name).startswith("val_") and not any(x[:4] == "val_" for x in known):
         return " Give fit validation_data= or validation_split=."
     return did_you_mean(name, known)
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the values without dims, as floats."""
+    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
 
 
 def value_text(value: float | np.ndarray) -> str:

@@ -135,7 +135,6 @@ def _without(batch: Batch, key: str | int) -> Any:
 
 
 def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that a `make_*_step` function takes."""
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}
 

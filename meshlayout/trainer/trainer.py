@@ -1,6 +1,5 @@
 """`Trainer`: fit, evaluate and predict, on the public steps.
 
-Nothing here waits for the device except the end of an epoch and of an evaluation.
 `TrainerInput` reads the data, `TrainerSteps` makes the steps from a loss function.
 """
 
@@ -17,18 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _checks
+from meshlayout import _checks, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data.plan import checked_seed
-from meshlayout.errors import (
-    LossError,
-    MeshLayoutError,
-    MetricError,
-    RecompileWarning,
-    StateError,
-)
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -118,7 +111,7 @@ class Trainer(_checks.WithReflexes):
         if any(getattr(x, "is_deleted", bool)() for x in leaves):
             msg = "Trainer: training has used up this state. Continue with the state of"
             hint = "its trainer, or create it again, as by running the notebook's cell."
-            raise StateError(f"{msg} {hint}")
+            raise errors.StateError(f"{msg} {hint}")
         for name in ("train_step", "eval_step"):  # which a subclass may define
             where = f"{type(self).__name__}.{name}"
             _checks.function(where, getattr(self, name), "state", "batch", "metrics")
@@ -198,8 +191,7 @@ class Trainer(_checks.WithReflexes):
             epochs: How many more to train; with `resume=True`, how many in all.
             batch_size: Rows of a global batch, for examples.
             shuffle: The seed of the order of arrays' rows in each epoch, or None.
-            steps_per_epoch: Batches per epoch, instead of one pass; the next epoch
-                continues where this one stopped.
+            steps_per_epoch: Batches per epoch; the next one continues where it stopped.
             validation_data: What to evaluate after each epoch, as `val_` and a name.
             validation_split: The share of arrays to hold out instead: their last rows.
             callbacks: Of `ml.callbacks.Callback`, called in order, `Checkpoint` last.
@@ -357,7 +349,7 @@ class Trainer(_checks.WithReflexes):
             is_short = any(num_examples(x) != first_rows for x in batches)
             if not position.step_in_fit or (first_rows and is_short):
                 quiet.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore", RecompileWarning)
+                warnings.simplefilter("ignore", errors.RecompileWarning)
             batch = batches if self._steps.group_size > 1 else batches[0]
             result: Any = self.train_step(self.state, batch, self._metrics)
             is_pair = isinstance(result, tuple) and len(result) == 2
@@ -443,6 +435,6 @@ class Trainer(_checks.WithReflexes):
             self._pads = True
             try:
                 step.trace(self.state, batch)
-            except (LossError, MetricError):
+            except (errors.LossError, errors.MetricError):
                 self._pads = False
         return self._pads is not False

@@ -1,18 +1,17 @@
 """`Callback`: the moments of training at which a user's code can run."""
 
 import inspect
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import numpy as np
 
 from meshlayout import _checks, _jax
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.epochs import TrainingPosition
+from meshlayout.trainer.history import scalars
 
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
         if not isinstance(callback, Callback):
             msg = "fit: callbacks must be a list of instances of ml.callbacks.Callback,"
             raise MeshLayoutError(f"{msg} got {_checks.shown(callback)}.")
-        for name in filter(re.compile("on_").match, dir(callback)):
+        for name in [name for name in dir(callback) if name.startswith("on_")]:
             where = f"{type(callback).__name__}.{name}"
             if name not in moments:
                 msg = f"fit never calls {where}. The methods of a callback are"
@@ -89,11 +88,6 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
             names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
             _checks.function(where, getattr(callback, name), *names)
     return chosen
-
-
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values without dims, as floats."""
-    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
 
 
 _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_step`

@@ -17,8 +17,9 @@ from meshlayout.checkpoint.load import Request, abstract_leaf
 from meshlayout.checkpoint.orbax import SavedStep
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer, scalars
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainerInput
+from meshlayout.trainer.history import scalars
 
 
 # The metrics of the epoch so far, beside the state.
@@ -61,12 +62,11 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
         later = [step for step in self.checkpointer.all_steps() if step > first]
         if later:
-            msg = (
+            raise CheckpointError(
                 f"fit begins at step {first}, but {self.checkpointer.directory} holds "
                 f"steps of another run, up to {later[-1]}. Give resume=True to resume "
                 "from there, or save to another directory."
             )
-            raise CheckpointError(msg)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         every = 0 if self._every == "epoch" else int(self._every)

@@ -21,15 +21,9 @@ from meshlayout import _checks
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import (
-    AsyncMetrics,
-    Callback,
-    Logs,
-    Trainer,
-    scalars,
-)
+from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
-from meshlayout.trainer.history import value_text
+from meshlayout.trainer.history import scalars, value_text
 
 
 # Seconds between two updates of the bar; each computes metrics on the device.
@@ -170,12 +164,10 @@ class Progress(Callback):
         self._display = None
 
     def _show(self, position: TrainingPosition, facts: str = "") -> None:
-        """Shows the steps of the epoch."""
         done, total = position.step_in_epoch, position.steps_per_epoch
         if self._display is not None:
             count = f"step {done}/{total}" if total else f"step {done}"
-            text = f"{_title(position)}  {count}{facts}"
-            self._display.show(text, done, total)
+            self._display.show(f"{_title(position)}  {count}{facts}", done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before
@@ -226,7 +218,9 @@ class Log(Callback):
         row: dict[str, Any] = {"epoch": epoch, "step": step, **values}
         if self._kind == ".jsonl":
             lists = {name: np.asarray(value).tolist() for name, value in logs.items()}
-            self._file.write(json.dumps({**row, **_finite(lists)}) + "\n")
+            # JSON has no number for what is not finite.
+            lists = jax.tree.map(lambda x: x if math.isfinite(x) else None, lists)
+            self._file.write(json.dumps({**row, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.
@@ -246,10 +240,3 @@ class Log(Callback):
         if self._file is not None:
             self._file.close()
         self._file = None
-
-
-def _finite(values: Any) -> Any:
-    """Returns nested values with None where JSON has no number."""
-    if isinstance(values, (float, int)):
-        return values if math.isfinite(values) else None
-    return jax.tree.map(_finite, values)
