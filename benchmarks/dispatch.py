@@ -29,6 +29,7 @@ import optax
 from flax import __version__ as flax_version, nnx
 
 import meshlayout as ml
+from meshlayout.step import compiled_step
 
 
 CALLS = 48
@@ -201,7 +202,14 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--train-step", action="store_true")
+    parser.add_argument(
+        "--unbounded",
+        action="store_true",
+        help="without the wait that only virtual CPU devices need",
+    )
     options = parser.parse_args()
+    if options.unbounded:
+        compiled_step._MAX_IN_FLIGHT = 10**9
     ml.virtual_devices(options.devices)
     if options.train_step:
         compare_train_steps(options.devices)
