@@ -285,6 +285,8 @@ _MEANINGS = {
     "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
     "Array has been deleted": "A step has used up the state that this array is of. "
     "Continue with the state that the step returned.",
+    "Shape mismatch: got (": "Of outputs of shape (batch, 1) take the column: "
+    "model(x)[:, 0].",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
@@ -326,6 +328,9 @@ _REFLEXES = {
     "summary": "print(state) is the summary.",
     "optimizer": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
     "learning_rate": "Write trainer.state = trainer.state.replace(tx=adam(1e-4)).",
+    "lr": "Write trainer.state = trainer.state.replace(tx=optax.adam(1e-4)).",
+    "stop_training": "Write trainer.stop('why').",
+    "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights": "Write ml.Checkpointer(directory).restore(like=state).",
@@ -358,6 +363,12 @@ _REFLEXES = {
     "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
     "PerReplica.numpy": "Write strategy.gather(value, axis=0), or strategy.reduce.",
     "get_next": "Write next(iterator).",
+    "validation_batch_size": "Give batch_size=: it is of both.",
+    "stratify": "Split the rows yourself, and give validation_data=.",
+    "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
+    "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
+    "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
+    "MeanAbsoluteError": "Write Mean(values='abs'), of such an output of loss_fn.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
