@@ -654,6 +654,8 @@ def test_an_attribute_that_would_change_nothing_cannot_be_set(trainer):
         trainer.learning_rate = 0.1
     with pytest.raises(AttributeError, match=r"Write trainer\.stop\("):
         trainer.stop_training = True
+    said = message_of(setattr, trainer, "history", None)
+    assert said == "history takes a History: ml.History() is empty."
     adam = optax.adam(0.1)
     with pytest.raises(ml.errors.StateError, match=r"opt_state=tx\.init\("):
         trainer.state.replace(tx=adam)

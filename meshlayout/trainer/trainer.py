@@ -143,6 +143,8 @@ class Trainer(_checks.WithReflexes):
     def __setattr__(self, name: str, value: object) -> None:
         if type(self) is Trainer and name[0] != "_" and name not in _FIELDS:
             getattr(self, name)  # raises, with what to write: it would change nothing
+        if name == "history" and not isinstance(value, History):
+            raise MeshLayoutError("history takes a History: ml.History() is empty.")
         super().__setattr__(name, value)
 
     def train_step(
