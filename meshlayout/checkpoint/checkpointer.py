@@ -210,6 +210,10 @@ class Checkpointer(_checks.WithReflexes):
         """Waits like `wait`, then lets other processes save in the directory."""
         self._preemption.close()
         self._is_preempted = lambda: False
+        self._release()
+
+    def _release(self) -> None:
+        """Waits, then frees the lock; `steps.lock` calls this on process 0 alone."""
         try:
             self.wait()
         finally:

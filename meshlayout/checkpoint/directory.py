@@ -248,8 +248,8 @@ _held: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 def lock(directory: Path, owner: Any) -> Callable[[], Any]:
     """Takes the lock of a directory, and returns a function that frees it.
 
-    An owner in this process is closed first. The system frees the lock, too, when this
-    process ends, or closes any descriptor of the file: so nothing else opens it.
+    An owner in this process gives it up first. The system frees the lock, too, when
+    this process ends, or closes any descriptor of the file: so nothing else opens it.
     """
     nobody = "%s cannot be locked (%s): nobody guards it from other runs"
     if is_remote(directory):
@@ -257,7 +257,7 @@ def lock(directory: Path, owner: Any) -> Callable[[], Any]:
         return lambda: None
     key = directory.resolve()
     if key in _held:  # as of the trainer of a notebook's cell that runs again
-        _held[key].close()
+        _held[key]._release()
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
