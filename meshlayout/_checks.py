@@ -280,6 +280,8 @@ _MEANINGS = {
     "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
     "Array has been deleted": "A step has used up the state that this array is of. "
     "Continue with the state that the step returned.",
+    "Shape mismatch: got (": "Of outputs of shape (batch, 1) take the column: "
+    "model(x)[:, 0].",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
@@ -313,7 +315,9 @@ _HABITS = {
     "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
     "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
     "summary": "print(state) is the summary.",
-    "optimizer learning_rate": "Write trainer.state = trainer.state.replace(tx=tx).",
+    "optimizer learning_rate lr": "Write trainer.state = trainer.state.replace(tx=tx).",
+    "stop_training": "Write trainer.stop('why').",
+    "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
@@ -346,6 +350,12 @@ _HABITS = {
     "get_next": "Write next(iterator).",
     "latest_checkpoint": "Write ck.latest_step().",
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
+    "validation_batch_size": "Validation is in batches of batch_size= as well.",
+    "stratify": "Split the rows yourself, and give validation_data=.",
+    "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
+    "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
+    "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
+    "MeanAbsoluteError": "Write Mean(values='abs'), of such an output of loss_fn.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",

@@ -4,6 +4,7 @@ import doctest
 import io
 import logging
 import signal
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -348,7 +349,7 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
     refused = message_of(lambda: trainer.fit(Frame(mixed), x[:, 0], batch_size=8))
     assert refused.startswith(
         "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write "
-        "pd.get_dummies(frame).astype('float32')."
+        "pd.to_numeric(frame[name]) of numbers, pd.get_dummies(frame).astype('float32')"
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
     assert names.startswith("the data frame's columns have names of several types: ")
@@ -469,7 +470,8 @@ def test_predict_says_what_it_needs(mesh):
     with pytest.raises(KeyError) as caught:
         ml.Trainer(state, bare).predict({"x": data[0]["x"]}, batch_size=8)
     assert caught.value.__notes__ == [
-        "predict calls bare, or what you give as predict_fn(model, batch)",
+        "predict calls bare, or what you give as predict_fn(model, batch); for inputs "
+        "alone write predict(x, ...)",
         "in predict: batch 1, {x: float32[8, 4]}",
     ]
     assert message_of(ml.Trainer(state, bare).predict, data) == (
@@ -509,7 +511,9 @@ def test_nothing_is_read_before_the_end_of_an_epoch(trainer, monkeypatch, tmp_pa
         def on_step_end(self, trainer, step, metrics):
             counts.append(len(reads))
 
-    quiet_fit(trainer, cut(examples(56), 8))  # seven steps: CPUs wait at the eighth
+    # On several virtual CPU devices, every eighth step of all tests waits.
+    monkeypatch.setattr("meshlayout.step.compiled_step._MAX_IN_FLIGHT", 10**9)
+    quiet_fit(trainer, cut(examples(56), 8))
     reads.clear()
     terminal = Console(file=io.StringIO(), force_terminal=True)
     callbacks = [
@@ -626,9 +630,39 @@ def test_a_state_that_is_used_up_is_refused(mesh):
         assert "used up" in message_of(call, other, batches)
 
 
+@pytest.mark.parametrize("loss", [optax.sigmoid_binary_cross_entropy, optax.huber_loss])
+def test_losses_of_each_row_with_each_label_give_a_warning(mesh, loss):
+    data = {**examples(8), "y": (examples(8)["y"] > 0).astype("float32")}
+    functions = {
+        "broadcast": lambda model, batch: loss(model(batch["x"]), batch["y"]),
+        "column": lambda model, batch: loss(model(batch["x"])[:, 0], batch["y"]),
+        # As the losses of all pairs are, of pictures and texts.
+        "pairs": lambda model, batch: loss(batch["x"] @ batch["x"].T, jnp.eye(8)),
+    }
+    for name, function in functions.items():
+        inputs = {"x": data["x"]} if name == "pairs" else data
+        trainer = ml.Trainer(create_state(mesh), function)
+        allow = jax.numpy_rank_promotion("allow")  # as in users' programs
+        with allow, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.evaluate(inputs, batch_size=8)
+        texts = [str(x.message) for x in caught if "broadcast" in str(x.message)]
+        assert bool(texts) == (name == "broadcast")
+        assert all("model(x)[:, 0]" in text for text in texts)
+
+
 def test_an_attribute_that_would_change_nothing_cannot_be_set(trainer):
     with pytest.raises(AttributeError, match=r"trainer\.state\.replace\(tx="):
         trainer.learning_rate = 0.1
+    with pytest.raises(AttributeError, match=r"Write trainer\.stop\("):
+        trainer.stop_training = True
+    said = message_of(setattr, trainer, "history", None)
+    assert said == "history takes a History: ml.History() is empty."
+    adam = optax.adam(0.1)
+    with pytest.raises(ml.errors.StateError, match=r"opt_state=tx\.init\("):
+        trainer.state.replace(tx=adam)
+    slots = adam.init(trainer.state.params)
+    assert trainer.state.replace(tx=adam, opt_state=slots).tx is adam
     before = params_of(trainer.state)
     trainer.state = trainer.state.replace(tx=optax.sgd(0.0))
     quiet_fit(trainer, cut(examples(8), 8))

@@ -61,8 +61,9 @@ class Checkpointer(_checks.WithReflexes):
     or `restore` waits for that and raises its error. A process that ends finishes its
     save first.
 
-    The first save locks the directory for this run until `close`; any number of others
-    may read. All processes share the directory, and save and restore in the same order.
+    The first save locks the directory until `close`, or until another Checkpointer of
+    this process saves there; any number of others may read. All processes of a run
+    share the directory, and save and restore in the same order.
 
     Args:
         directory: A local path, or `gs://bucket/run`, which has no locks and needs the
@@ -206,9 +207,13 @@ class Checkpointer(_checks.WithReflexes):
                 raise error
 
     def close(self) -> None:
-        """Waits like `wait`, then lets other runs save in the directory."""
+        """Waits like `wait`, then lets other processes save in the directory."""
         self._preemption.close()
         self._is_preempted = lambda: False
+        self._release()
+
+    def _release(self) -> None:
+        """Waits, then frees the lock; `steps.lock` calls this on process 0 alone."""
         try:
             self.wait()
         finally:

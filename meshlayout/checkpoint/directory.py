@@ -241,25 +241,23 @@ def _hidden(path: Path) -> Path:
     return path.rename(path.with_name(name))
 
 
-# The directories that this process has locked.
-_held: set[Path] = set()
+# Who of this process has the lock of which directory.
+_held: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
-def lock(directory: Path, owner: object) -> Callable[[], Any]:
+def lock(directory: Path, owner: Any) -> Callable[[], Any]:
     """Takes the lock of a directory, and returns a function that frees it.
 
-    The system frees it, too, when this process ends, or closes any descriptor of the
-    file: so nothing else opens it.
+    An owner in this process gives it up first. The system frees the lock, too, when
+    this process ends, or closes any descriptor of the file: so nothing else opens it.
     """
     nobody = "%s cannot be locked (%s): nobody guards it from other runs"
     if is_remote(directory):
         logger.warning(nobody, directory, "it is in a store")
         return lambda: None
     key = directory.resolve()
-    busy = f"another run or Checkpointer saves to {directory}. End that one first"
-    if key in _held:
-        way = "it is of this process, and ends with `with`, ck.close() or `del ck`."
-        raise CheckpointError(f"{busy}: {way}")
+    if key in _held:  # as of the trainer of a notebook's cell that runs again
+        _held[key]._release()
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -267,13 +265,14 @@ def lock(directory: Path, owner: object) -> Callable[[], Any]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise CheckpointError(f"{busy}.") from None
+        msg = f"another process saves to {directory}. End that one first."
+        raise CheckpointError(msg) from None
     except (ImportError, OSError) as error:
         logger.warning(nobody, directory, error)
-    _held.add(key)
+    _held[key] = owner
 
     def unlock() -> None:
-        _held.discard(key)
+        _held.pop(key, None)
         file.close()
 
     return weakref.finalize(owner, unlock)

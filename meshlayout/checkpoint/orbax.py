@@ -75,6 +75,7 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
         problem = "a shape without values cannot be saved. Save the state itself."
     elif not is_array or not _jax.is_array_dtype(value.dtype):
         where = "keep anything else in metadata=, or outside the tree"
+        where = "write trainer.state" if kind == "Trainer" else where
         problem = f"{_checks.shown(value)} is neither an array nor a number: {where}."
     elif isinstance(value, np.ma.MaskedArray):
         problem = "the mask of a masked array would be lost. Save it as an array."

@@ -195,6 +195,13 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
+            old = changes.get("opt_state", self.opt_state)
+            if jax.tree.structure(jax.eval_shape(tx.init, self.params)) != (
+                jax.tree.structure(old)
+            ):
+                msg = "replace: opt_state is of another kind of optimizer. Start anew:"
+                way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
+                raise StateError(f"{msg} {way}")
         return dataclasses.replace(self, **changes)
 
     def apply_gradients(

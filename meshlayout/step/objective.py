@@ -109,6 +109,8 @@ class Loss:
         if self.train and state.program.module and "train" not in names:
             _check_mode(state.model_state, after)
         values, outputs = _losses_and_outputs(self.loss_fn, result)
+        if rows > 1 and jnp.shape(values) == (rows, rows):
+            self._check_broadcast(batch, rows)
         for name in set(recorded) & {*RESERVED, *self.regularizers, *self.metrics}:
             msg = f"the model records a loss as {name!r}, as the step: rename it."
             raise LossError(msg)
@@ -123,6 +125,19 @@ class Loss:
         for name, value in recorded.items():
             parts[name] = part(f"the model recorded, as {name!r},", value)
         return parts, (after, values, outputs)
+
+    def _check_broadcast(self, batch: Batch, rows: int) -> None:
+        """Warns of losses of shape (rows, rows) that hold each row with each label."""
+        weights = get_weights(batch, self.weights)
+        shapes = [np.shape(x) for x in jax.tree.leaves(batch) if x is not weights]
+        has_labels = any(shape in ((rows,), (rows, 1)) for shape in shapes)
+        if has_labels and not any(shape[1:2] == (rows,) for shape in shapes):
+            msg = (
+                f"losses have shape {(rows, rows)} for {rows} rows: outputs of "
+                f"{(rows, 1)} and labels of {(rows,)} broadcast. Take the column: "
+                "model(x)[:, 0]."
+            )
+            warnings.warn(msg, stacklevel=stack_level())
 
     def measured(
         self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch

@@ -108,7 +108,9 @@ class TrainerSteps:
         num_trained = structure.num_leaves if structure else 1 + (inputs is leaves[0])
         is_bare = loss_fn is None or len(leaves) < num_trained
         name = "the model" if is_bare else name
-        with _checks.noted(f"predict calls {name}, or what you give as {call}"):
+        note = f"predict calls {name}, or what you give as {call}"
+        note += "" if is_bare else "; for inputs alone write predict(x, ...)"
+        with _checks.noted(note):
             if loss_fn is None or is_bare:
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.

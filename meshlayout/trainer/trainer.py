@@ -44,11 +44,13 @@ from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 _log = logging.getLogger("meshlayout")
 
+_FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN_LOSS = (
-    "the loss of epoch %d is NaN, as NaN in the data makes it, or labels outside 0 to "
-    "classes - 1. Parameters that are NaN stay so: create the state and the trainer "
-    "again. callbacks=[ml.callbacks.StopOnNaN()] stops, on_nonfinite='skip' leaves "
-    "such steps out; jax_debug_nans finds them."
+    "the loss of epoch %d is NaN, as NaN in the data makes it, or labels that are not "
+    "below the number of classes (-1 counts as the last one). Parameters that are NaN "
+    "stay so: create the state and the trainer again. callbacks="
+    "[ml.callbacks.StopOnNaN()] stops, on_nonfinite='skip' leaves such steps out; "
+    "jax_debug_nans finds them."
 )
 
 
@@ -132,8 +134,10 @@ class Trainer(_checks.WithReflexes):
         self._told: set[str] = set()
 
     def __setattr__(self, name: str, value: object) -> None:
-        if type(self) is Trainer and name in ("optimizer", "learning_rate", "loss_fn"):
+        if type(self) is Trainer and name[0] != "_" and name not in _FIELDS:
             getattr(self, name)  # raises, with what to write: it would change nothing
+        if name == "history" and not isinstance(value, History):
+            raise MeshLayoutError("history takes a History: ml.History() is empty.")
         super().__setattr__(name, value)
 
     def train_step(

@@ -155,8 +155,11 @@ class Progress(Callback):
         self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if trainer.stopped and self._display is not None:
-            self._display.add_line(f"stopped: {trainer.stopped}")
+        position, display = trainer.position, self._display
+        if display is not None and trainer.stopped:
+            display.add_line(f"stopped: {trainer.stopped}")
+        elif display is not None and not position.step_in_fit:
+            display.add_line(f"nothing to train: {position.epoch} epochs are done")
 
     def close(self) -> None:
         if self._display is not None:
