@@ -316,6 +316,8 @@ _REFLEXES = {
     "shard_axis": "Write axes='fsdp'.",
     "max_grad_norm": "Write clip_norm=1.0.",
     "gradient_clip_val": "Write clip_norm=1.0.",
+    "max_norm": "Write clip_norm=1.0.",
+    "restore.strict": "Write partial=True: what the checkpoint lacks keeps its values.",
     "gradient_accumulation_steps": "Write accumulate=4.",
     "no_sync": "Write accumulate=4: gradients are summed once for each update.",
     "Trainer.max_epochs": "It is an argument of fit: fit(data, epochs=3).",
@@ -412,9 +414,11 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            reflex = "" if f"{name}s" in known else _REFLEXES.get(name)
+            reflex = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+            reflex = "" if f"{name}s" in known else reflex
             hint = reflex or did_you_mean(name, known).strip()
-            if hint := hint or ("" if takes_any else "No such option exists."):
+            names = ", ".join(x for x in known if x != "self")
+            if hint := hint or ("" if takes_any else f"It takes {names}."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         hint = _REFLEXES.get(where, "")
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None

@@ -378,7 +378,7 @@ def rows_of(
     with _checks.noted(f"in {where}: cutting {arguments} into batches"):
         if is_columns(columns) or (is_list and any(hasattr(x, "dtype") for x in data)):
             rows = array_rows(columns)
-        elif has_rows(columns, size):
+        elif is_list or has_rows(columns, size):
             source = as_source(columns, batched=False if is_list else None)
             rows = source if isinstance(source, RandomAccessSource) else None
     call = f"ml.distribute_dataset({name}, ml.create_mesh(), global_batch_size="

@@ -2,7 +2,7 @@
 
 A tuple, dict or other tree of arrays holds columns, as a data frame does; a list holds
 examples or batches. Where a list could be either, the user is asked: ten arrays of ten
-rows would train on the wrong axis without an error. Other objects hold examples by index.
+rows would train on the wrong axis without an error. Objects by index hold examples.
 """
 
 import logging
