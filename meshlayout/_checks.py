@@ -288,6 +288,10 @@ _MEANINGS = {
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
+    "argument passed to an apply function": "A step's model is bound to its variables: "
+    "write model(batch['x']), without apply.",
+    "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
+    "mutable= and rngs=.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
