@@ -285,6 +285,10 @@ _MEANINGS = {
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
+    "argument passed to an apply function": "A step's model is bound to its variables: "
+    "write model(batch['x']), without apply.",
+    "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
+    "mutable= and rngs=.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
@@ -310,7 +314,8 @@ _HABITS = {
     "init_process_group": "Write ml.initialize().",
     "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
     "shard_axis": "Write axes='fsdp'.",
-    "max_grad_norm gradient_clip_val": "Write clip_norm=1.0.",
+    "max_grad_norm gradient_clip_val max_norm": "Write clip_norm=1.0.",
+    "restore.strict": "Write partial=True: what the checkpoint lacks keeps its values.",
     "gradient_accumulation_steps no_sync": "Write accumulate=4.",
     "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
     "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
@@ -410,9 +415,11 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            reflex = "" if f"{name}s" in known else _REFLEXES.get(name)
+            reflex = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+            reflex = "" if f"{name}s" in known else reflex
             hint = reflex or did_you_mean(name, known).strip()
-            if hint := hint or ("" if takes_any else "No such option exists."):
+            names = ", ".join(x for x in known if x != "self")
+            if hint := hint or ("" if takes_any else f"It takes {names}."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         hint = _REFLEXES.get(where, "")
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None

@@ -505,6 +505,7 @@ def test_elements_that_may_be_both_need_a_word():
     assert refused(arrays) == sentence + hint
     assert len(batches(tuple(arrays))) == 1
     assert len(batches(arrays, batched=True)) == 2
+    assert batches(RandomAccess(elements * 4))[0]["x"].shape == (8, 8, 2)
     found = batches(arrays, batched=False, size=8, remainder="repeat")
     assert found[0].shape == (8, 8, 2)
 

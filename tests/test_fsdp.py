@@ -402,6 +402,8 @@ def test_a_mesh_without_an_axis_for_batches_needs_axes():
         "fsdp: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp', 'dp', "
         "'ddp', 'data_parallel'. Give the axes to shard over, as fsdp(mesh, axes='x')."
     )
+    hybrid = ml.create_mesh({"dp_replicate": 2, "dp_shard": 4})
+    assert refused(ml.parallel.fsdp, hybrid).endswith("fsdp(mesh, axes='dp_shard').")
     for axes in (["x", "x"], []):
         fact = "fsdp: axes must be different mesh axes, one at least"
         assert refused(ml.parallel.fsdp, mesh, axes=axes) == f"{fact}, got {axes!r}."

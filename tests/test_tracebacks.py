@@ -165,11 +165,18 @@ def test_misspelled_options_are_named_by_every_public_call(name):
 
 def test_reflexes_of_other_libraries_are_answered(state):
     assert message_of(ml.Trainer(state).predict, [BATCH], workers=3) == (
-        "predict got workers=. No such option exists."
+        "predict got workers=. It takes data, batch_size, predict_fn."
     )
     assert message_of(ml.Trainer(state).fit, BATCH, sample_weight=[1.0]) == (
         "fit got sample_weight=. Weights go into the data: {'x': x, 'y': y, 'weight': "
         "weights}."
+    )
+    assert message_of(ml.make_train_step(bad_key), state, BATCH, np.ones(8)) == (
+        "train_step: the third argument is for earlier metrics, got an array of shape "
+        "(8,). Labels go into the batch, as {'x': x, 'y': y}."
+    )
+    assert message_of(ml.Trainer, strategy="fsdp") == (
+        "Trainer got strategy=. The layouts of the state say it: ml.parallel.fsdp(mesh)."
     )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "

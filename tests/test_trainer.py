@@ -197,6 +197,20 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     assert texts.count(said) == (name in [*FITS][7:])
 
 
+def test_with_a_batch_size_items_that_could_be_batches_are_examples(mesh):
+    def loss(model, batch):
+        return jnp.square(model(batch["x"])[:, 0] - batch["y"][:, 0])
+
+    data = {"x": ROWS["x"], "y": np.repeat(ROWS["y"].reshape(22, 1), 4, 1)}
+    histories = []
+    for source in (data, Rows(data), [*map(Rows(data).__getitem__, range(22))]):
+        trainer = ml.Trainer(create_state(mesh), loss)
+        history = quiet_fit(trainer, source, validation_data=source, batch_size=8)
+        assert int(trainer.state.step) == 3
+        histories.append((history, trainer.evaluate(source, batch_size=8)))
+    assert histories[0] == histories[1] == histories[2]
+
+
 def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
     data, state, weight = examples(16), create_state(mesh), np.linspace(0, 2, 16)
     weight = weight.astype("float32")
@@ -715,9 +729,6 @@ WRONG = {
     "batch_size=. If it yields examples, write ml.distribute_dataset(train, "
     "ml.create_mesh(), global_batch_size=2).": (
         lambda data: Counted().fit(iter(data), batch_size=2)
-    ),
-    "evaluate: batch_size= is for arrays, and a Batches yields": (
-        lambda data: Counted().evaluate(Batches(ROWS), batch_size=2)
     ),
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})

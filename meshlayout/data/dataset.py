@@ -75,8 +75,8 @@ def distribute_dataset(
             no rows left pads with its first row.
         strings: `"error"`; or `"host"`, for sources with random access, to keep strings
             as NumPy arrays of this process's rows.
-        batched: Whether the elements of an iterable are batches (True) or examples
-            (False). None infers it from the first element; if unclear, an error asks.
+        batched: Whether the elements of a list or an iterable are batches (True) or
+            examples (False). None infers it from the first; if unclear, an error asks.
 
     Returns:
         The batches, which can be iterated over any number of times.

@@ -136,7 +136,7 @@ def fsdp(
         example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
             and otherwise all axes that shard its batches.
-        min_bytes: Arrays of fewer bytes on a device stay whole.
+        min_bytes: Arrays of fewer bytes on a device, by default 8192, stay whole.
         call: How the model is called.
 
     Raises:
@@ -193,7 +193,8 @@ def _axes(mesh: Mesh, where: str, axes: Any, usual: tuple[str, ...]) -> tuple[st
     """Returns the axes that a user gave, or the usual ones of the mesh."""
     if axes is None and not usual:
         fact = f"{mesh!r} has no axis named {', '.join(map(repr, BATCH_AXES))}"
-        fix = f"the axes to shard over, as {where}(mesh, axes={mesh.axis_names[0]!r})"
+        axis = max(mesh.axis_names, key=lambda x: "shard" in x or "fsdp" in x)
+        fix = f"the axes to shard over, as {where}(mesh, axes={axis!r})"
         raise LayoutMapError(f"{where}: {fact}. Give {fix}.")
     names = usual if axes is None else axes
     mesh.axis_size(names)

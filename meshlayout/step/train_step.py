@@ -261,6 +261,10 @@ class StateStep(StepInspection, Generic[R]):
     ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
         """Returns what to call, with what, and the empty metrics."""
         check_state(self.__name__, state)
+        if not isinstance(metrics, Metrics | None):
+            msg = f"{self.__name__}: the third argument is for earlier metrics, got"
+            hint = "Labels go into the batch, as {'x': x, 'y': y}."
+            raise StepError(f"{msg} {_checks.shown(metrics)}. {hint}")
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)

@@ -103,7 +103,7 @@ class TrainerInput:
         checked_columns(where, tree, trainer._columns)
         if not self._marks:
             data = _as_trained(data, trainer._steps._structure, self._key)
-        is_rows, is_text = has_rows(data), isinstance(data, (str, bytes))
+        is_rows, is_text = has_rows(data, batch_size), isinstance(data, (str, bytes))
         is_iterable = isinstance(data, Iterable) or callable(data)
         if is_text or not (is_rows or is_iterable or _is_indexed(data)):
             msg = f"{name} must be arrays, an iterable of batches, or a function that"
@@ -353,12 +353,14 @@ def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
     return plain_array(data, "data") if columns and not is_same else data
 
 
-def has_rows(data: Any) -> bool:
+def has_rows(data: Any, size: int | None) -> bool:
     """Returns whether data is arrays or examples by index, to cut into batches."""
     if is_columns(data) or isinstance(data, RandomAccessSource):
         return True
-    is_other = isinstance(data, (list, str, bytes)) or hasattr(data, "__next__")
-    return not is_other and _is_indexed(data) and not looks_batched(data[0])
+    is_text, is_list = isinstance(data, (str, bytes)), isinstance(data, list)
+    if is_text or hasattr(data, "__next__") or not _is_indexed(data):
+        return False
+    return size is not None or not (is_list or looks_batched(data[0]))
 
 
 def _is_indexed(data: Any) -> bool:
@@ -376,8 +378,9 @@ def rows_of(
     with _checks.noted(f"in {where}: cutting {arguments} into batches"):
         if is_columns(columns) or (is_list and any(hasattr(x, "dtype") for x in data)):
             rows = array_rows(columns)
-        elif is_list or has_rows(columns):
-            rows: Any = as_source(columns)
+        elif is_list or has_rows(columns, size):
+            source = as_source(columns, batched=False if is_list else None)
+            rows = source if isinstance(source, RandomAccessSource) else None
     call = f"ml.distribute_dataset({name}, ml.create_mesh(), global_batch_size="
     if rows is None:
         kind = f"{where}: batch_size= is for arrays, and {_checks.shown(data)} yields"

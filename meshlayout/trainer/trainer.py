@@ -20,6 +20,7 @@ from meshlayout import _checks, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
+from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
@@ -193,7 +194,8 @@ class Trainer(_checks.WithReflexes):
                 returns one; or arrays, or an object with `__getitem__`, of examples.
             labels: More arrays of the same examples; or `epochs`, after batches.
             epochs: How many more to train; with `resume=True`, how many in all.
-            batch_size: Rows of a global batch, for examples.
+            batch_size: Rows of a global batch, for arrays and examples: with it, items
+                of a list or of an object by index are examples, and else batches.
             shuffle: The seed of the order of arrays' rows in each epoch, or None.
             steps_per_epoch: Batches per epoch; the next one continues where it stopped.
             validation_data: What to evaluate after each epoch, as `val_` and a name.
@@ -236,7 +238,7 @@ class Trainer(_checks.WithReflexes):
         given = checked_columns("fit", data, trained)
         self._columns = trained or given
         if validation_split is not None:
-            if validation_data is not None or not has_rows(train):
+            if validation_data is not None or not has_rows(train, batch_size):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
@@ -247,7 +249,8 @@ class Trainer(_checks.WithReflexes):
         arrays = train, labels, batch_size, seed, steps_per_epoch
         source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
-            size = batch_size if has_rows(validation_data) else None
+            kind = None if is_columns(train) else batch_size  # examples, as train is
+            size = batch_size if has_rows(validation_data, kind) else None
             names = "fit: validation", "validation_data"
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)

@@ -1,8 +1,8 @@
 """Objects of no framework: arrays, tables, examples by index, and iterables of any.
 
 A tuple, dict or other tree of arrays holds columns, as a data frame does; a list holds
-examples or batches. Where an object could be either, the user is asked: a list of ten
-arrays of ten rows would train on the wrong axis without an error.
+examples or batches. Where a list could be either, the user is asked: ten arrays of ten
+rows would train on the wrong axis without an error. Objects by index hold examples.
 """
 
 import logging
@@ -56,7 +56,7 @@ def adapt(obj: Any, *, batched: bool | None) -> Source:
     # An iterator may have a length as well (a progress bar, say), and is read once.
     if batched or is_mapping or not is_indexed or hasattr(obj, "__next__"):
         return iterables.adapt(obj, batched=batched)
-    if batched is None and len(obj) and looks_batched(obj[0]):
+    if batched is None and isinstance(obj, list) and obj and looks_batched(obj[0]):
         hint = " Columns of one dataset go into a tuple or a dict." * _is_array(obj[0])
         raise DataError(ambiguous("the source") + hint)
     return item_rows(obj)
