@@ -261,6 +261,8 @@ class StateStep(StepInspection, Generic[R]):
     ) -> tuple[CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
         """Returns what to call, with what, and the empty metrics."""
         check_state(self.__name__, state)
+        if _jax.is_tracing():  # where JAX would speak of any of its arrays
+            state._refuse_used_up()
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
