@@ -184,6 +184,8 @@ def test_gradients_that_xla_multiplies_are_refused(
         ("three", 4, ("batch",), CHANNELS),
         ("three", 8, (None,), CHANNELS),
         ("channels first", 8, ("batch",), kernels(("h", "w"), ...)),
+        ("two", 8, ("batch", None, None, ("h", "w")), CHANNELS),
+        ("recomputed", 4, ("batch", None, None, ("w", "h")), CHANNELS),
         # Whole images, or all axes, and no groups.
         ("two", 1, ("batch",), {}),
         ("two", 1, ("batch",), kernels(None, None, "w", "h")),

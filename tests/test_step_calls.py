@@ -12,6 +12,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout._batches import mark_weights
+from meshlayout.testing import verify
 from tests.error_messages import message_of
 from tests.small_states import DATA, assert_close, create, mesh_of, on, squares
 
@@ -111,7 +112,13 @@ def test_a_used_up_state_is_named_wherever_it_is_used(devices):
     step(first, batch)
     assert first.rng.is_deleted()
     copying = ml.make_train_step(squares, ema=0.5)
-    for call in (lambda: first.model, lambda: copying(first, batch)):
+    for call in (
+        lambda: first.model,
+        lambda: copying(first, batch),
+        lambda: jax.jit(lambda batch: step(first, batch))(batch),
+        lambda: jax.jit(lambda batch: eval_step(first, batch))(batch),
+        lambda: verify(step, first, batch),
+    ):
         assert "has used up this state" in message_of(call, error=ml.errors.StateError)
     for name, call in (("train_step", step), ("eval_step", eval_step)):
         assert message_of(lambda: call(first, batch)) == (  # noqa: B023

@@ -196,9 +196,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
             old = changes.get("opt_state", self.opt_state)
-            if jax.tree.structure(jax.eval_shape(tx.init, self.params)) != (
-                jax.tree.structure(old)
-            ):
+            new = jax.eval_shape(tx.init, self.params)
+            if jax.tree.structure(new) != jax.tree.structure(old):
                 msg = "replace: opt_state is of another kind of optimizer. Start anew:"
                 way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
                 raise StateError(f"{msg} {way}")

@@ -144,7 +144,8 @@ def _hidden(
             # Right if channels are over the spare axes, whole groups of them, and free.
             end, out_dim = images.shape[1 - rank :], numbers.out_spec[1] - rank
             outs = {dims[out_dim] for shape, dims in params if shape[-rank:] == kernel}
-            is_free = not fixed and all(shape[1 - rank :] != end for shape, _ in arrays)
+            like = [dims for shape, dims in arrays if shape[1 - rank :] == end]
+            is_free = not fixed and all(d[channel_dim - rank] == spare for d in like)
             size = math.prod(sizes[axis] for axis in spare)
             is_right = outs == {spare} and is_free and groups % size == 0
             wrong |= wrong if is_right else spare

@@ -132,12 +132,9 @@ class Loss:
         shapes = [np.shape(x) for x in jax.tree.leaves(batch) if x is not weights]
         has_labels = any(shape in ((rows,), (rows, 1)) for shape in shapes)
         if has_labels and not any(shape[1:2] == (rows,) for shape in shapes):
-            msg = (
-                f"losses have shape {(rows, rows)} for {rows} rows: outputs of "
-                f"{(rows, 1)} and labels of {(rows,)} broadcast. Take the column: "
-                "model(x)[:, 0]."
-            )
-            warnings.warn(msg, stacklevel=stack_level())
+            fact = f"losses have shape {(rows, rows)} for {rows} rows: outputs of"
+            fact += f" {(rows, 1)} and labels of {(rows,)} broadcast. Take the column:"
+            warnings.warn(f"{fact} model(x)[:, 0].", stacklevel=stack_level())
 
     def measured(
         self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch

@@ -265,6 +265,8 @@ class StateStep(StepInspection, Generic[R]):
             msg = f"{self.__name__}: the third argument is for earlier metrics, got"
             hint = "Labels go into the batch, as {'x': x, 'y': y}."
             raise StepError(f"{msg} {_checks.shown(metrics)}. {hint}")
+        if _jax.is_tracing():  # where JAX would speak of any of its arrays
+            state._refuse_used_up()
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
