@@ -9,6 +9,7 @@ and JAX between them; `MESHLAYOUT_TRACEBACK=full` shows all.
 
 import contextlib
 import difflib
+import enum
 import functools
 import importlib
 import inspect
@@ -272,7 +273,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         raise MeshLayoutError(msg) from None
 
 
-_INSIDE = (f"{Path(__file__).parent}/", contextlib.__file__, functools.__file__)
+_MODULES = (contextlib, enum, functools)
+_INSIDE = (f"{Path(__file__).parent}/", *(module.__file__ for module in _MODULES))
 _NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
@@ -302,6 +304,13 @@ _HABITS = {
     "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
     "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
     "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
+    "Mesh._internal_device_list": "JAX's own functions take mesh.jax_mesh.",
+    "train_dataloaders train_dataloader train_loader fit.x fit.data": "Give the data "
+    "first: fit(data, epochs=3).",
+    "val_dataloaders val_loader": "Write validation_data=.",
+    "ckpt_path resume_from_checkpoint": "Write resume=True beside a "
+    "callback that saves: ml.callbacks.Checkpoint(ml.Checkpointer(directory)).",
+    "limit_train_batches max_steps": "Write steps_per_epoch=.",
     "state_dict": "Write ml.checkpoint.save_safetensors(file, state.params).",
     "load_state_dict": "Write params = ml.checkpoint.load_safetensors(file, "
     "state.params); state = state.replace(params=params).",
@@ -451,7 +460,8 @@ class WithReflexes:
             hint = _REFLEXES.get(f"{kind.__name__}.{name}") or _REFLEXES.get(name)
             if plain != name and hasattr(kind, plain):
                 hint = f"Write {plain}."
-            if name.startswith("_") or hasattr(kind, name):  # a property that failed
+            # Private names are Python's to miss; a property is there, and has failed.
+            if (name.startswith("_") and hint is None) or hasattr(kind, name):
                 return object.__getattribute__(self, name)  # raises Python's own error
             if hint is None:
                 public = [x for x in dir(kind) if x[0] != "_"]

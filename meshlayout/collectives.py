@@ -40,7 +40,9 @@ class ReduceOp(enum.Enum):
     def _missing_(cls, value: object) -> "ReduceOp":
         name = value.upper() if isinstance(value, str) else value
         names = list(cls.__members__)
-        return cls[_checks.choice("reduce_op", name, names, error=StrategyError)]
+        hint = "Did you mean 'MEAN'?" * str(name).startswith("AV")  # of torch, NCCL
+        error = StrategyError
+        return cls[_checks.choice("reduce_op", name, names, error=error, hint=hint)]
 
 
 class DistributedValues(_checks.WithReflexes):

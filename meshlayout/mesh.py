@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 
 import meshlayout
 from meshlayout import _jax, _render
-from meshlayout._checks import shown, user_call
+from meshlayout._checks import WithReflexes, shown, user_call
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -37,8 +37,13 @@ AxisTypesLike: TypeAlias = AxisType | str | Sequence[AxisType | str]
 _UNITS = {"slice_index": "slices", "process_index": "processes"}
 
 
+# Arguments of other libraries' functions that make meshes.
+_NOT_AXES = {"mesh_dims", "mesh_shape", "axis_names", "axis_shapes", "shape", "names"}
+_NOT_AXES |= {"mesh_dim_names", "device_type", "num_devices", "mesh", "axes"}
+
+
 @dataclass(frozen=True, init=False, repr=False)
-class Mesh:
+class Mesh(WithReflexes):
     """A named grid of devices.
 
     An immutable value around a `jax.sharding.Mesh`; `create_mesh` makes one. Meshes of
@@ -109,6 +114,11 @@ class Mesh:
     def local_devices(self) -> list[_jax.Device]:
         """The devices of this process, in mesh order."""
         return list(self.jax_mesh.local_devices)
+
+    def __enter__(self) -> NoReturn:
+        raise MeshError("write `with jax.set_mesh(mesh.jax_mesh):`, not `with mesh:`.")
+
+    __exit__ = __enter__  # which `with` looks up first
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.axis_names
@@ -287,10 +297,11 @@ def create_mesh(
         >>> create_mesh({"replica": 2, "fsdp": 4}, dcn="replica")  # here, one process
         Mesh(replica=2, fsdp=4)
     """
-    if axes is not None and axis_sizes:
-        msg = f"create_mesh got {shown(axes)} and {', '.join(axis_sizes)}=. Give each"
-        msg += " axis once, with its size: create_mesh({'dp': 2, 'tp': 4}). Options are"
-        raise MeshError(f"{msg} devices, dcn and axis_types.")
+    if axis_sizes and (axes is not None or _NOT_AXES.intersection(axis_sizes)):
+        got = f"{shown(axes)} and " * (axes is not None) + ", ".join(axis_sizes)
+        msg = f"create_mesh got {got}=. Give each axis once, with its size: "
+        msg += "create_mesh({'batch': 2, 'model': 4}). Options are devices, dcn and"
+        raise MeshError(f"{msg} axis_types.")
     _jax.check_joined("create_mesh")
     members = jax.devices() if devices is None else parse_devices(devices)
     axes = _parse_axes(axis_sizes or {"batch": -1} if axes is None else axes)

@@ -1,5 +1,7 @@
 """Values of replicas: what they are, and what reduce and gather make of them."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -102,8 +104,21 @@ def test_uneven_rows_are_combined_along_rows_alone_and_outside_of_jit(two):
     jitted = jax.jit(lambda value: two.gather(value, axis=0))
     for call in (lambda value: two.gather(value, axis=1), jitted):
         assert message_of(call, value) == (
-            f"gather: {UNEVEN}: gather along axis=0, outside of jit."
+            f"gather: {UNEVEN}: use axis=0, outside of jit."
         )
+
+
+def test_an_axis_that_the_values_lack_is_told_with_their_shape(two):
+    value = values_of(two, 1.0, 2.0)
+    for combine in (functools.partial(two.reduce, "SUM"), two.gather):
+        assert message_of(combine, value, axis=0) == (
+            "each replica's value has shape (), and no dim for axis=0. axis=None "
+            "reduces over replicas alone."
+        )
+    assert message_of(two.reduce, "avg", value, axis=None) == (
+        "reduce_op must be 'SUM', 'MEAN', 'MAX' or 'MIN', got 'AVG'. "
+        "Did you mean 'MEAN'?"
+    )
 
 
 def test_plain_arrays_are_the_value_of_a_single_replica():
@@ -136,9 +151,8 @@ def test_a_plain_array_stands_for_one_equal_value_per_replica(two):
     for name, combine in {"reduce": two.reduce, "gather": two.gather}.items():
         arguments = (*["SUM"] * (name == "reduce"), sharded, 0)
         assert message_of(combine, *arguments, error=StrategyError) == (
-            f"{name} takes values of replicas, and plain ones, which stand for an "
-            "equal value on each; got an array of shape (4,) that is sharded. Compute "
-            "with it as with any array."
+            f"{name} got an array of shape (4,) that is sharded, but combines values "
+            "of replicas. Compute with a sharded array as with any array."
         )
 
 

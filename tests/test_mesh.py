@@ -323,8 +323,12 @@ BAD = {
     "create_mesh({'a,b': 8})": "axis name 'a,b' must be a string without any of , = |. "
     "Use a name such as 'batch'.",
     "create_mesh({'batch': 8}, model=2)": "create_mesh got {'batch': 8} and model=. Give "
-    "each axis once, with its size: create_mesh({'dp': 2, 'tp': 4}). Options are "
+    "each axis once, with its size: create_mesh({'batch': 2, 'model': 4}). Options are "
     "devices, dcn and axis_types.",
+    "create_mesh(shape=(2, 4), axis_names='ab')": "create_mesh got shape, axis_names=. "
+    "Give each axis once, with its size: create_mesh({'batch': 2, 'model': 4}). Options "
+    "are devices, dcn and axis_types.",
+    "MESH.__enter__()": "write `with jax.set_mesh(mesh.jax_mesh):`, not `with mesh:`.",
     "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
     "only cpu:0-7.",
     "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give those of "

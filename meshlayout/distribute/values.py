@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from numpy.lib.array_utils import normalize_axis_index
 
 from meshlayout import _batches, _checks
 from meshlayout._annotations import Leaf, PyTree
@@ -166,7 +165,7 @@ _UNEVEN = "the replicas' values have different shapes, as in a short last batch"
 @functools.partial(jax.jit, static_argnames=("op", "axis"))
 def reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     """Combines the values of all replicas; see `Strategy.reduce`."""
-    dim = None if axis is None else normalize_axis_index(axis, len(value.shape))
+    dim = None if axis is None else _dim(axis, value)
     x, mask = value.array.reshape(value.num_replicas, *value.shape), value.mask
     axes, is_real = 0 if dim is None else (0, dim + 1), None
     combine = getattr(jnp, op.value.lower())
@@ -188,14 +187,22 @@ def reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
 
 def gather(value: PerReplica, axis: int) -> jax.Array:
     """Concatenates the values of all replicas; see `Strategy.gather`."""
-    dim = normalize_axis_index(axis, len(value.shape))
+    dim = _dim(axis, value)
     if value.mask is None:
         parts = jnp.split(value.array, value.num_replicas) if dim else [value.array]
         return jnp.concatenate(parts, axis=dim)
     if dim or isinstance(value.array, Tracer):
-        msg = f"gather: {_UNEVEN}: gather along axis=0, outside of jit."
-        raise StrategyError(msg)
+        raise StrategyError(f"gather: {_UNEVEN}: use axis=0, outside of jit.")
     return jnp.take(value.array, np.flatnonzero(to_numpy(value.mask)), axis=0)
+
+
+def _dim(axis: int, value: PerReplica) -> int:
+    try:
+        return range(len(value.shape))[axis]
+    except (IndexError, TypeError):
+        msg = f"each replica's value has shape {value.shape}, and no dim for {axis=}."
+        hint = "axis=None reduces over replicas alone."
+        raise StrategyError(f"{msg} {hint}") from None
 
 
 def on_each(
@@ -237,11 +244,9 @@ def _copies(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
     """Returns an equal value for each replica, of a plain one."""
     is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
-        msg = f"{where} takes values of replicas, and plain ones, which stand for an "
-        msg += (
-            f"equal value on each; got {_checks.shown(leaf)} that is sharded. Compute"
-        )
-        raise StrategyError(f"{msg} with it as with any array.")
+        msg = f"{where} got {_checks.shown(leaf)} that is sharded, but combines values "
+        msg += "of replicas. Compute with a sharded array as with any array."
+        raise StrategyError(msg)
     x = jnp.asarray(leaf)
     copies = jnp.concatenate([jnp.atleast_1d(x)] * mesh.size)
     return PerReplica(copies, num_replicas=mesh.size, is_scalar=not x.ndim)
