@@ -486,16 +486,28 @@ def match(
     # If nothing at all is restored, names are wrong, and a training would begin from
     # scratch unnoticed.
     if wrong or not is_found:
-        msg = (
-            f"{source} does not fit the state to restore: {wrong.summary()}.\n"
-            f"{wrong.table(_SHOWN)}\n{_ADVICE}"
-        )
+        path = next((x for x in missing if missing[x].shape), "")
+        alike = [x for x in extra if path and extra[x].shape == missing[path].shape]
+        advice = _renaming(path, alike, request.separator) + _ADVICE
+        msg = f"{source} does not fit the state to restore: {wrong.summary()}.\n"
+        msg += f"{wrong.table(_SHOWN)}\n{advice}"
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
     if diff:
         logger.info("%s differs: %s", source, diff)
     return pairs, diff
+
+
+def _renaming(path: str, names: Collection[str], separator: str) -> str:
+    """Returns advice to rename a prefix, if a name ends in the same keys as a path."""
+    pattern = r"((?:.*?/)??)(.+)\n((?:.*?/)??)\2"
+    ends = filter(None, (re.fullmatch(pattern, f"{name}\n{path}") for name in names))
+    best = max(ends, key=lambda x: (len(x[2]), -len(x[1])), default=None)
+    if best is None:
+        return ""
+    rename = {f"^{re.escape(best[1].replace('/', separator))}": best[3]}
+    return f"Names match with {rename=}. "
 
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
