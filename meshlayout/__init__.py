@@ -1,7 +1,7 @@
 """Meshes, layouts and SPMD training for JAX and Flax.
 
-Each public name is loaded when it is first used (PEP 562): a program pays for what it
-uses, and the launcher, which starts programs, for nothing at all.
+Each public name is loaded when it is first used (PEP 562), so a program loads only what
+it uses, and the launcher, which starts programs, loads nothing.
 """
 
 import importlib

@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("--json", action="store_true", help="print JSON")
         return sub.add_argument
 
-    add = command("plan", "rank meshes and layouts for a slice or GPUs")
+    add = command("plan", "rank meshes and layouts for a TPU slice or GPUs")
     add("problem", help="file.py:function or module:function; returns plan's arguments")
-    add("--topology", action="append", help="as v5e:4x4; several are compared")
-    add("--budget-s", type=float, help="for how long compilations may be started")
-    add("--workers", type=int, help="how many compilations go at once")
-    add = command("doctor", "say what is set wrong on this machine")
+    add("--topology", action="append", help="such as v5e:4x4; several are compared")
+    add("--budget-s", type=float, help="no longer start compilations after this time")
+    add("--workers", type=int, help="number of compilations at a time")
+    add = command("doctor", "report what is misconfigured on this machine")
     add("--needs", default="", help="extras that must be installed: data,checkpoint")
     add = command("inspect", "print what a checkpoint holds")
     add("checkpoint", help="a checkpointer's directory")

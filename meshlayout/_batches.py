@@ -2,9 +2,9 @@
 
 A batch is any tree of arrays with one row per example. A short one is padded to the
 static shape, and a weight of 0 marks the padding. Weights are found by a key: that of a
-mapping, an index of a tuple or list, or the name of a field. Arrays of weights that the
-library itself put into a batch are remembered by weak reference, so that a step which
-looks for them elsewhere refuses the batch instead of counting padding as examples.
+mapping, an index of a tuple or list, or the name of a field. Weights that the library
+put into a batch are remembered by weak reference: a step that looks for them elsewhere
+refuses the batch, and does not count padding as examples.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def num_row_shards(layout: Layout) -> int:
-    """Returns how many shards the rows of a batch are divided into."""
+    """Returns the number of shards of the rows of a batch."""
     return leaf_layout(layout, 1).num_shards(0)
 
 
@@ -88,7 +88,7 @@ def num_examples(batch: Batch) -> int:
 
 
 def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """Applies a function to the arrays of a batch, and leaves its scalars alone."""
+    """Applies a function to the arrays of a batch, but not to its scalars."""
     return jax.tree.map(lambda leaf: function(leaf) if np.ndim(leaf) else leaf, batch)
 
 
@@ -126,7 +126,7 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
 
 
 def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
-    """Returns a copy of a batch with these weights, also at its end; or StepError."""
+    """Returns a copy of a batch with these weights, or raises StepError."""
     record: Any = batch
     is_record = dataclasses.is_dataclass(batch) or hasattr(batch, "_fields")
     if key in getattr(batch, "_fields", ()):
@@ -157,8 +157,8 @@ def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
 def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     """Returns an array with its last row repeated up to a number of rows.
 
-    Not zeros: a model may not be finite on a row that no example has, such as in the
-    gradient of a norm at 0, and 0 times NaN is NaN.
+    Zeros would not do: a model may be NaN on such a row, as is the gradient of a norm
+    at 0, and 0 times NaN is NaN.
     """
     rows = leaf.shape[0]
     if not rows:
@@ -188,8 +188,7 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
     return map_batch(clean, batch)
 
 
-# The arrays of weights in batches that the library has made, by id. Arrays are not
-# hashable, so a WeakSet cannot hold them.
+# Weights in batches that the library made, by id, since arrays are not hashable.
 marked_weights: Any = weakref.WeakValueDictionary()
 
 
@@ -199,7 +198,7 @@ def mark_weights(weights: jax.Array) -> None:
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
-    """Raises StepError if the weights that the library made are not at a key."""
+    """Raises StepError if weights that the library made are under another key."""
     is_right = not marked_weights or is_marked(get_weights(batch, key))
     if is_right or not any(map(is_marked, jax.tree.leaves(batch))):
         return
@@ -232,7 +231,7 @@ def is_marked(leaf: Leaf) -> bool:
 
 
 def noted_batch(where: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
-    """Adds to an error which batch it is of, and the arrays in that."""
+    """Adds a note to an error: which batch it is about, and its arrays."""
 
     def note() -> str:
         def kind(leaf: Leaf) -> str:

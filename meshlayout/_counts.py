@@ -1,7 +1,7 @@
-"""How many steps and meetings of all processes this one has begun.
+"""Counts of the steps and meetings of all processes that this one has begun.
 
-`cluster.watch` tells by it whom a process waits for: one that has begun more steps than
-another one had when its program ended waits for that one.
+`cluster.watch` reads them to find which process another waits for: one that has begun
+more steps than an ended process waits for that one.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _counting = threading.Lock()
 
 @contextlib.contextmanager
 def taking_part() -> Iterator[None]:
-    """Counts what is inside as something that all processes must take part in."""
+    """Counts its body as a meeting of all processes."""
     with _counting:
         counts.others += 1
     try:

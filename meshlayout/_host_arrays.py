@@ -1,8 +1,8 @@
-"""Host arrays on their way to devices: one entry point for whatever a user passes in.
+"""Host arrays on their way to devices: one entry point for all that users pass.
 
 NumPy has arrays that JAX lacks: in the other byte order (as in IDX, FITS and HDF5
-files), with a mask, of 64 bits, of objects. The fast ways to place an array shard by
-shard read its raw memory: bytes came out swapped, and masks were lost.
+files), masked, of 64 bits, of objects. Fast ways to place shards read raw memory: they
+would swap bytes and lose masks.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def _of_columns(
 def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     """Returns a value as a NumPy array that a device can hold with the same values.
 
-    Integers that do not fit into 32 bits are refused; floats become them, as in JAX.
+    Integers that do not fit into 32 bits are refused; floats are narrowed, as in JAX.
     """
     if _jax.is_plain(value):
         return value

@@ -1,7 +1,7 @@
-"""Attributes of other libraries, replaced only while anyone needs it.
+"""Attributes of other libraries that are replaced only while needed.
 
-A patch for the whole life of the process would change programs that never asked for it,
-and one per thread is not possible: patches are counted, and the last user undoes them.
+A permanent patch would change programs that never asked for it, and a patch per thread
+is not possible. So patches are counted, and the last user undoes them.
 """
 
 import contextlib
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 
-# An object, mostly a class, the name of an attribute, and a function from the original
-# to a replacement.
+# An object, an attribute's name, and a function from original to replacement.
 Patch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]
 
 # The number of users inside each patch, and a function that undoes it.
@@ -28,7 +27,7 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
 
     Equal patches are shared, also between objects of this class. An attribute that
     someone else has replaced in the meantime is left alone. Other threads call the
-    replacement, too: it must find out, as from a ContextVar, whether it is meant.
+    replacement, too: it must check, as by a ContextVar, whether it applies.
     """
 
     def __init__(self, *patches: Patch) -> None:
@@ -58,7 +57,7 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[],
     replacement = make(original)
 
     def undo() -> None:
-        # Replaced again by someone else, whose replacement may call ours: leave it.
+        # Someone else has replaced it since, and may call ours: leave it.
         if vars(owner).get(name) is not replacement:
             return
         if is_inherited:

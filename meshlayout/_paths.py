@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
 class Flat:
     """A flattened tree: its leaves in JAX's order, and how to build one from others.
 
-    That has the contents of Flax variables and boxes in their place: it is a prefix.
+    The tree holds the contents of Flax variables and boxes in their place.
     """
 
     leaves: list[Leaf]
@@ -83,7 +83,7 @@ def _named(tree: PyTree) -> tuple[list[Leaf], Callable[[Sequence[Any]], PyTree]]
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    # An empty key at the root has a tree's own `params` stay in its paths.
+    # An empty key at the root keeps a tree's own `params` in its paths.
     return keystr(keys, simple=True, separator="/").removeprefix("/")
 
 
@@ -102,14 +102,14 @@ def holds_modules(tree: PyTree) -> bool:
 def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
-    They are pytrees to JAX: `jax.tree.map` returns a copy, whose random streams and
-    variables are not those of the original.
+    JAX sees pytrees: `jax.tree.map` returns a copy with its own random streams and
+    variables.
     """
     return isinstance(node, nnx.Variable) or _is_module(node)
 
 
 class _Beside(nnx.Variable[Any]):
-    """A leaf beside NNX objects; NNX takes numbers for a part of the structure."""
+    """A leaf beside NNX objects, as NNX takes numbers for a part of the structure."""
 
 
 _map = functools.partial(jax.tree.map, is_leaf=is_nnx_object)

@@ -1,7 +1,7 @@
-"""The replica context: what a function that runs once per replica may ask and send.
+"""The replica context: what a function that runs once per replica can ask and send.
 
-It is below losses and strategies, because losses are divided by the number of examples
-of all replicas. Gradients are those of the sum of all replicas' losses, as in
+Losses and strategies use it, because losses are divided by the number of examples of
+all replicas. Gradients are those of the sum of all replicas' losses, as in
 tf.distribute: a replica differentiates its own loss, and what it sent counts in the
 losses of all. So the gradient of an all-reduce is an all-reduce.
 """
@@ -24,7 +24,7 @@ from meshlayout.errors import StrategyError
 class ReduceOp(enum.Enum):
     """How the values of all replicas are combined.
 
-    Wherever one is taken, its name is taken as well, in capitals or not.
+    Wherever a `ReduceOp` is accepted, so is its name, in any case.
 
     Examples:
         >>> ReduceOp("sum")
@@ -51,14 +51,14 @@ class DistributedValues(_checks.WithReflexes):
 
 @dataclass(eq=False)
 class ReplicaContext(_checks.WithReflexes):
-    """What a function knows that runs on one replica; see `get_replica_context`.
+    """What a function on one replica knows; see `get_replica_context`.
 
     Attributes:
         strategy: The strategy that runs it.
-        axis_name: The mesh axis along which replicas are; None for one replica alone.
+        axis_name: The mesh axis of the replicas; None for a single replica.
         num_replicas_in_sync: The number of replicas.
         mask: The `example_mask`; reading this is not noted.
-        mask_was_read: Whether the function, or the library for it, has asked for it.
+        mask_was_read: Whether the function, or the library on its behalf, has read it.
     """
 
     strategy: Any
@@ -76,7 +76,7 @@ class ReplicaContext(_checks.WithReflexes):
 
     @property
     def example_mask(self) -> jax.Array | None:
-        """1 for real rows of this replica's batch and 0 for padding; None without any.
+        """1 for real rows of this replica's batch, 0 for padding; None without padding.
 
         Of shape (rows,), float32. Multiply losses by it and divide their sum by
         `num_examples`, as `losses.compute_average_loss` does.
@@ -86,12 +86,12 @@ class ReplicaContext(_checks.WithReflexes):
 
     @property
     def num_examples(self) -> jax.Array | None:
-        """The number of real rows of all replicas; None if there is no padding."""
+        """The number of real rows on all replicas; None without padding."""
         mask = self.example_mask
         return None if mask is None else self.combine(ReduceOp.SUM, mask.sum())
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
-        """Combines a value of each replica; all replicas get the result.
+        """Combines one value per replica; all replicas get the result.
 
         Its gradient is an all-reduce, too.
 
@@ -122,8 +122,8 @@ class ReplicaContext(_checks.WithReflexes):
     def combine(self, op: ReduceOp, x: Leaf) -> jax.Array:
         """Combines one array of each replica."""
         name, axis = op.value.lower(), self.axis_name
-        # Over no dims, this changes the dtype alone. Small integers would wrap around,
-        # in a mean, too.
+        # Over no dims, this changes only the dtype: sums of small integers would wrap
+        # around.
         x = getattr(jnp, name)(x, axis=())
         # Looked up at each call: strategies note what these return.
         return getattr(jax.lax, f"p{name}")(x, axis) if axis else x
@@ -152,8 +152,8 @@ def entered(context: ReplicaContext | None) -> Iterator[None]:
 def get_replica_context() -> ReplicaContext | None:
     """Returns the context of the replica that this code runs on.
 
-    Outside of any strategy that is a context of one replica, and None in cross-replica
-    context, as in a strategy's scope.
+    Outside of strategies, it is a context of one replica. In cross-replica context, as
+    in a strategy's scope, it is None.
 
     Examples:
         >>> get_replica_context()

@@ -18,8 +18,8 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes.
 
     Call it before anything accesses JAX's devices, but after `ml.initialize`. On a
-    machine with TPUs or GPUs it changes nothing and warns. The number that `python -m
-    meshlayout.launch --devices-per-process` was given replaces `n`.
+    machine with TPUs or GPUs it changes nothing and warns. The option
+    `--devices-per-process` of `python -m meshlayout.launch` overrides `n`.
 
     Args:
         n: The number of CPU devices of this process.
@@ -65,10 +65,10 @@ def _start(n: int) -> None:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:  # "... should be updated before backends are initialized"
         return
-    # XLA's CPU client runs collectives in a pool of NPROC threads, and splits matrix
-    # products into as many pieces. With fewer threads than waiting devices, queued
-    # steps deadlock. On one device nothing waits, and more threads than cores make
-    # small products twice as slow. A value set by the user is left alone.
+    # XLA's CPU client runs collectives, and pieces of matrix products, in NPROC
+    # threads. With fewer threads than waiting devices, queued steps deadlock. On one
+    # device, more threads than cores make small products twice as slow. A user's value
+    # is kept.
     if n == 1 or os.environ.get("NPROC"):
         return
     os.environ["NPROC"] = str(2 * n)

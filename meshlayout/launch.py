@@ -1,8 +1,8 @@
 """`python -m meshlayout.launch -n 4 train.py`: several JAX processes on this machine.
 
-It starts the processes with JAX's variables for each, shows what they print with the
-number of the process, ends all when one fails, and starts them again if asked to.
-Standard library only: it loads neither JAX nor NumPy.
+It sets JAX's variables for each process, prefixes its output with its number, ends all
+when one fails, and restarts them if asked to. It uses the standard library only, and
+loads neither JAX nor NumPy.
 """
 
 import argparse
@@ -50,7 +50,7 @@ without the launcher."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job, again after a failure if it may; returns its exit status."""
+    """Runs a job, restarts it if allowed, and returns its exit status."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog=_PROGRAM, epilog=_EPILOG, allow_abbrev=False, formatter_class=layout
@@ -124,8 +124,8 @@ def device_variables(
 class _Job:
     """Processes that start together and end together.
 
-    A process that ends because another one has failed writes the number of that one
-    into the file `report`. `request` is the signal by which the user ended the job.
+    A process that ends because another has failed writes that one's number into the
+    file `report`. `request` is the signal with which the user ended the job.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C comes from here, once
-                # However the launcher ends, also by kill -9, Linux then kills them. It
-                # counts the thread that starts them: this must be the main thread.
+                # Linux kills them when the thread that starts them ends, which must be
+                # the main one.
                 preexec_fn=libc
                 and (lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)),
                 env={**os.environ, **common, "JAX_PROCESS_ID": str(index), **variables},
@@ -179,7 +179,7 @@ class _Job:
                 kind, number = self._events.get(timeout=timeout)
             except queue.Empty:  # the others did not end by themselves
                 self._send(steps.pop(0))
-                # One that failed, and still cleans up, is to end with its own status.
+                # A failed process that still cleans up ends with its own status.
                 timeout = (2 if first in ends else 4) * _GRACE_S if steps else None
                 continue
             if kind == "signal":
@@ -221,7 +221,7 @@ class _Job:
         return 128 - code if code < 0 else code or 1
 
     def _blamed(self, first: int) -> int:
-        """Returns the process that failed first, as those that ended for it say."""
+        """Returns the process that failed first, as the others report it."""
         with contextlib.suppress(OSError, ValueError):
             return int(self._report.read_text())
         return first
@@ -231,7 +231,7 @@ class _Job:
         self._events.put(("end", index))
 
     def _copy(self, index: int, source: IO[bytes], target: IO[str]) -> None:
-        """Shows whole lines; one that does not end in pieces."""
+        """Prints whole lines, and a line that does not end in pieces."""
         while line := source.readline(_LONGEST_LINE):
             text = line.decode(errors="replace").removesuffix("\n") + "\n"
             if target is sys.stderr:
@@ -245,8 +245,8 @@ class _Job:
                 return
 
     def _send(self, number: int) -> None:
-        # SIGKILL also to what a process has started; SIGTERM there would end its
-        # loader workers before it has saved.
+        # SIGKILL goes to its children, too; SIGTERM would end loader workers before it
+        # saves.
         send = os.killpg if number == signal.SIGKILL else os.kill
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):

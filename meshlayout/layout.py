@@ -1,10 +1,10 @@
 """How one array is laid out on a mesh: `Layout`, and its shape arithmetic.
 
-A `NamedSharding` does not know the rank of its array, so that JAX finds most mistakes
-only when an array is there. A layout has one entry per dim: shapes, shards and bytes
-are checked before anything is created, with errors that name the dim and the sizes that
-would fit. Layouts that mean the same are equal, as they are keys of compiled programs:
-`None`, `()` and `UNSHARDED` are one entry, and so are `"model"` and `("model",)`.
+A `NamedSharding` does not know the rank of its array, so JAX finds most mistakes only
+when an array exists. A layout has one entry per dim: shapes, shards and bytes are
+checked before anything is created, with errors that name the dim and the sizes that
+would fit. Layouts that mean the same are equal, since they are keys of compiled
+programs: `None`, `()` and `UNSHARDED` are one entry, as are `"model"` and `("model",)`.
 """
 
 import math
@@ -131,7 +131,7 @@ class Layout(_checks.WithReflexes):
             kinds, default = _jax.memory_kinds(device)
             if kinds:
                 _checks.choice("memory_kind", memory_kind, kinds, error=LayoutError)
-            # Layouts that mean the same have to be equal, also if it is the default.
+            # Layouts that mean the same must be equal, also if it is the default.
             memory_kind = None if memory_kind == default else memory_kind
         self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=memory_kind)
 
@@ -167,9 +167,9 @@ class Layout(_checks.WithReflexes):
         """Returns the layout of an array, an abstract array or a sharding.
 
         Args:
-            value: The array, which may be one inside jit on a mesh with Explicit axes;
-                or a sharding. A single device becomes a mesh of one.
-            rank: Dims of the array, if `value` is a sharding, which has no rank.
+            value: An array (inside jit, on a mesh with Explicit axes) or a sharding. A
+                single device becomes a mesh of one.
+            rank: The number of dims, if `value` is a sharding, which has none.
 
         Raises:
             LayoutError: If `value` has no sharding, or one without axis names.
@@ -185,7 +185,7 @@ class Layout(_checks.WithReflexes):
         if not isinstance(value, jax.sharding.Sharding):
             sharding, rank = _jax.sharding_of(value), getattr(value, "ndim", rank)
         if isinstance(sharding, SingleDeviceSharding):
-            # JAX's usual arrays: a mesh of one lets them pass through all functions.
+            # JAX's usual arrays: with a mesh of one, all functions take them.
             mesh = create_mesh({"device": 1}, devices=[*sharding.device_set])
             return cls([None] * (rank or 0), mesh, memory_kind=sharding.memory_kind)
         if not isinstance(sharding, NamedSharding):
@@ -365,7 +365,7 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         if isinstance(value, (Mesh, jax.sharding.Mesh)):
             hint = " Name the axes of each dim: mesh.layout('batch', ...)."
         elif hasattr(value, "resolve") or hasattr(value, "resolutions"):
-            hint = " Of a map, give layouts.resolve(tree).layouts."
+            hint = " Instead of a map, give layouts.resolve(tree).layouts."
         msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)

@@ -36,7 +36,6 @@ AxisTypesLike: TypeAlias = AxisType | str | Sequence[AxisType | str]
 # slice the network is fast: that of a TPU pod slice, or NVLink inside a host.
 _UNITS = {"slice_index": "slices", "process_index": "processes"}
 
-
 # Arguments of other libraries' functions that make meshes.
 _NOT_AXES = {"mesh_dims", "mesh_shape", "axis_names", "axis_shapes", "shape", "names"}
 _NOT_AXES |= {"mesh_dim_names", "device_type", "num_devices", "mesh", "axes"}

@@ -1,4 +1,4 @@
-"""Pictures of how an array is laid out on its devices, drawn of indices alone."""
+"""Pictures of how an array is laid out on its devices, drawn from indices alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def visualize(
 ) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
-    Use this to check a layout, also of abstract arrays and those of other processes.
+    Use this to check a layout, also one of an abstract array or on other processes.
 
     Args:
         value: A placed array, NNX variable or `jax.ShapeDtypeStruct`, or a layout or a
@@ -48,7 +48,7 @@ def visualize(
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
-        LayoutError: If the value is on no devices, or `shape` is missing or misfits.
+        LayoutError: If the value has no devices, or `shape` is missing or unfit.
 
     Examples:
         >>> from meshlayout import create_mesh

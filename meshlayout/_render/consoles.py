@@ -9,8 +9,8 @@ from rich.console import Console
 def console_on(stream: Any) -> Console:
     """Returns a console that writes to a stream.
 
-    To rich, FORCE_COLOR means a terminal, and notebooks set it for the programs that
-    they start. But it only asks for colors; a line that moves needs a real terminal.
+    rich takes FORCE_COLOR for a terminal, and notebooks set it for programs that they
+    start. But it only asks for colors; a moving line needs a real terminal.
     """
     return Console(file=stream, force_terminal=stream is not None and stream.isatty())
 

@@ -1,7 +1,7 @@
 """Curves of numbers by epoch, drawn as text or as SVG.
 
-Series whose names differ by `val_` alone share a panel: whether a model overfits is
-seen where its two curves part. Values that are not finite are left out.
+Series whose names differ only by `val_` share a panel: where the two curves part, a
+model overfits. Values that are not finite are left out.
 """
 
 import html
@@ -64,8 +64,8 @@ class Curves:
         return "\n".join([*text_columns(rows, "lll"), range_text])
 
     def _repr_svg_(self) -> str | None:
-        # One image, also for pages that remove SVG from a notebook's HTML, such as
-        # GitHub. It cannot know the color of the page, and brings its own.
+        # One image, as GitHub removes SVG from a notebook's HTML; it brings its own
+        # color.
         if not self.panels:
             return None
         panels = ""

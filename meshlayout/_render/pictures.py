@@ -1,6 +1,6 @@
 """A grid of shards or devices, described once and drawn as text or as an HTML table.
 
-Of large arrays and meshes the middle is left out.
+The middle of large arrays and meshes is left out.
 """
 
 import colorsys
@@ -50,7 +50,7 @@ Grid: TypeAlias = dict[tuple[int, int], Cell]
 
 @dataclass(frozen=True)
 class Picture:
-    """Grids by title, of the same rows (down) and columns (across); lines below."""
+    """Grids by title, with equal rows (down) and columns (across); lines below."""
 
     down: Direction
     across: Direction
@@ -59,7 +59,7 @@ class Picture:
 
 
 def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Picture:
-    """Describes how an array is divided into shards, and which device holds which.
+    """Describes how an array is divided into shards, and the devices that hold each.
 
     Two dims are drawn: the last two sharded ones, or else the largest others. Further
     sharded dims become several grids.
@@ -173,8 +173,7 @@ def picture_text(picture: Picture) -> str:
     return "\n".join([*(line.rstrip() for line in lines), *picture.notes])
 
 
-# Notebook themes stripe rows and right-align cells, so every style is explicit. Text
-# outside the cells has the color of the page: there are light and dark ones.
+# Notebook themes restyle tables, so every style is explicit, but not the page's color.
 _PLAIN = "background:transparent;border:none;font-weight:400;padding:0 6px"
 _TABLE = (
     "border-collapse:separate;border-spacing:2px;margin:0;color:inherit;"

@@ -1,7 +1,7 @@
 """Rows of text as a plain or an HTML table, and the text of bytes, dtypes and arrays.
 
-All text of a table may come from a user (paths, patterns, notes): control characters
-are written out, and HTML is escaped.
+Any text may come from a user (paths, patterns, notes): control characters are written
+out, and HTML is escaped.
 """
 
 import html
@@ -41,7 +41,7 @@ def array_text(dtype: DType, shape: Sequence[int]) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Returns numbers in their order, runs of them as ranges: `"0-3,6"`."""
+    """Returns numbers in order, with runs as ranges: `"0-3,6"`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

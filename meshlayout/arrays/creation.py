@@ -1,4 +1,4 @@
-"""Arrays that are created sharded, never in full on one device: JAX's own creators."""
+"""Arrays created sharded, by JAX's own functions, never whole on one device."""
 
 import contextlib
 import functools
@@ -130,7 +130,7 @@ def call_with_layout(
 def _random(
     sample: Callable[..., jax.Array], shape: Shape, layout: Layout, dtype: Any, *xs: Any
 ) -> jax.Array:
-    # jit takes no arrays of other devices, or of another mesh that was set.
+    # jit refuses arrays on other devices, or on another mesh than the current one.
     replicated = layout.mesh.layout(...)
     key, *bounds = [x if isinstance(x, Tracer) else relayout(x, replicated) for x in xs]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -140,7 +140,7 @@ def _random(
 
 
 def _created(create: Callable[..., jax.Array], layout: Layout) -> jax.Array:
-    """Creates an array in the devices' main memory, and moves it where it belongs."""
+    """Creates an array in the devices' main memory, and moves it to its own."""
     [layout] = for_each(full_rank, jax.eval_shape(create), [layout])
     with _no_set_mesh():
         x = create(device=layout.with_memory_kind(None).sharding)

@@ -36,12 +36,12 @@ from meshlayout.layout import Layout, as_layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold; inverse of `unpack`.
 
-    Each part goes directly to its device. Parts that do not fit, and replicas on the
-    host that differ, are a LayoutError. To split a whole array, use `relayout`.
+    Each part goes directly to its device. Parts that do not fit, and host replicas that
+    differ, raise a LayoutError. To split a whole array, use `relayout`.
 
     Args:
         parts: One part per device of this process, in mesh order: anything array-like,
-            even a list of numbers, or a pytree of those, all of the same structure.
+            such as a list of numbers, or pytrees of those, of the same structure.
         layout: The layout of the global array, or a tree of layouts.
         verify: Whether to compare replicas on devices, too, bit by bit.
 
@@ -89,7 +89,7 @@ def _pack_leaf(
         is_on_host = isinstance(part, np.ndarray)
         kind = _render.array_text(dtype, part.shape)
         facts.append((name, "the parts of an array", kind))
-        # Copied, as a CPU device would use the user's memory, and a step may donate it.
+        # Copied: a CPU device would use the user's memory, which a step may donate.
         part = np.array(part, dtype) if is_on_host else part
         if verify or (is_on_host and len({*indices.values()}) < len(indices)):
             # By bits: NaN equals itself here, and -0.0 differs from 0.0.
@@ -120,7 +120,7 @@ def unpack(x: Leaf) -> list[Any]:
     """Splits arrays into the parts that their devices hold, without copying.
 
     Returns one array, or pytree of them, per device of this process, in mesh order.
-    Arrays on different devices, abstract ones and those inside jit are a LayoutError.
+    Arrays on different devices, abstract, or inside jit raise a LayoutError.
 
     Examples:
         >>> import meshlayout as ml
@@ -151,8 +151,8 @@ def _unpack_leaf(x: Leaf) -> dict[_jax.Device, jax.Array]:
 def to_numpy(x: Leaf) -> Any:
     """Returns full values on the host, gathered from all devices and processes.
 
-    Use this for results and tests, not for states that may not fit into host memory.
-    All processes must call it. PRNG keys become their words.
+    Use this for results and tests, not for large states, which may not fit into host
+    memory. All processes must call it. PRNG keys become their words.
 
     Examples:
         >>> import meshlayout as ml
@@ -186,9 +186,9 @@ def _host_value(x: Leaf) -> Any:
 
 
 def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> dict[str, int]:
-    """Returns sums of bits of what several processes hold, by which part it is.
+    """Returns sums of the bits of parts that several processes hold, by part.
 
-    A program per device sums one copy of each shard; only sums come to the host.
+    A program per device sums one copy of each shard; only sums reach the host.
     """
     sums, shards = defaultdict[str, int](int), defaultdict[Any, list[Any]](list)
     for number, array in enumerate(arrays if jax.process_count() > 1 else ()):
@@ -210,7 +210,7 @@ def replica_sums(arrays: Iterable[jax.Array | np.ndarray[Any, Any]]) -> dict[str
 
 
 def replica_difference(sums: Mapping[int, Mapping[str, int]]) -> str:
-    """Describes between which processes the sums differ; empty if nowhere."""
+    """Describes which processes have different sums; empty if none."""
     name = "the sum of the arrays and numbers that processes share"
     for part in sorted({part for parts in sums.values() for part in parts}):
         texts = {p: {name: f"{x[part]:x}"} for p, x in sums.items() if part in x}

@@ -1,8 +1,8 @@
 """Changing, copying, reading and checking the layouts of arrays.
 
-JAX's `device_put` does most moves, but moves no PRNG keys between processes, and inside
-jit it is a constraint. What each process has is compared before it becomes one array on
-the devices of all.
+JAX's `device_put` does most moves, but cannot move PRNG keys between processes, and
+inside jit it is a constraint. Host values are compared between processes before they
+become one array on all devices.
 """
 
 import functools
@@ -36,11 +36,11 @@ _NUMBERS = (bool, int, float, complex)
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
-    From any layout to any other, on the same or other devices, and from NumPy arrays
-    and numbers. Nothing is copied if an array has the layout already. Differentiable.
-    Inside jit it is a constraint; JAX may need `out_shardings` for another mesh. What
-    does not fit is a LayoutError, and host arrays that differ between processes are a
-    ClusterError.
+    Moves from any layout to any other, on the same or other devices, and from NumPy
+    arrays and numbers. An array that already has the layout is not copied. This is
+    differentiable. Inside jit it is a constraint; for another mesh, JAX may need
+    `out_shardings`. Arrays that do not fit raise a LayoutError, host arrays that differ
+    between processes a ClusterError.
 
     Args:
         x: An array or a pytree of arrays.
@@ -55,8 +55,8 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
     """
-    # All layouts are checked before the first move: an error must not leave half of a
-    # donated tree deleted.
+    # All layouts are checked first: an error must not leave a donated tree half
+    # deleted.
     layouts = for_each(_fitting, x, broadcast(layout, x))
     moved = _moved(x, layouts, copy=donate)
     # Only after all moves: the same array may be in the tree under several paths.
@@ -68,7 +68,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
 
 @_checks.user_call
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
-    """Returns `x` in the layouts of other arrays, a tree prefix of it: `relayout`."""
+    """Returns `x` in the layouts of other arrays, or a tree prefix: see `relayout`."""
     return relayout(x, fetch_layout(other), donate=donate)
 
 
@@ -76,9 +76,9 @@ def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
 def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """Copies arrays from the host, or from anywhere else, to a mesh.
 
-    Use this, not `relayout`, if the result must share no memory with `x`, because you
-    write to `x` or donate the result. `x` may also be a list of numbers, or a tree of
-    lists; layouts have no MATCH. Errors are those of `relayout`.
+    Use this instead of `relayout` if the result must not share memory with `x`, because
+    you write to `x` or donate the result. `x` may also be a list of numbers, or a tree
+    of lists. Layouts may not use MATCH. Errors are those of `relayout`.
 
     Examples:
         >>> import meshlayout as ml
@@ -94,9 +94,9 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
 def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
-    Inside jit, JAX only knows it on a mesh that `jax.set_mesh` has set and whose axes
-    are all Explicit. Unknown layouts, and host arrays, are a LayoutError. An array on a
-    single device is on a mesh of one.
+    Inside jit, JAX knows it only if `jax.set_mesh` has set a mesh whose axes are all
+    Explicit. Unknown layouts and host arrays raise a LayoutError. An array on a single
+    device is on a mesh of one.
 
     Examples:
         >>> import meshlayout as ml
@@ -112,8 +112,8 @@ def fetch_layout(x: Leaf) -> Any:
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """Raises LayoutError unless arrays have the expected layouts.
 
-    Layouts are compared by meaning: every device must hold the same shard, in the same
-    memory, whatever the names of the axes. A `MATCH` entry allows anything for its dim.
+    Layouts are compared by meaning: every device must hold the same shard in the same
+    memory, whatever the axes are called. `MATCH` allows any sharding of its dim.
 
     Examples:
         >>> import meshlayout as ml
@@ -133,7 +133,7 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
 
 
 def is_same_layout(actual: Layout, expected: Layout) -> bool:
-    """Returns whether two layouts of a rank mean the same; MATCH allows anything."""
+    """Returns whether layouts of equal rank mean the same; MATCH allows anything."""
     # Dims that MATCH leaves open are compared as if both were unsharded.
     pairs = list(zip(actual.specs, expected.specs, strict=True))
     actual = actual.with_specs([None if e is MATCH else a for a, e in pairs])
@@ -142,13 +142,13 @@ def is_same_layout(actual: Layout, expected: Layout) -> bool:
 
 
 def for_each(function: Callable[..., Any], x: PyTree, *columns: list[Any]) -> list[Any]:
-    """Calls a function for each leaf; its LayoutErrors are given the leaf's name."""
+    """Calls a function for each leaf, and adds the leaf's name to its LayoutErrors."""
     results = []
     for index, arguments in enumerate(zip(jax.tree.leaves(x), *columns, strict=True)):
         try:
             results.append(function(*arguments))
         except LayoutError as error:
-            # Paths are only found now: a loop may relayout each of its batches.
+            # Paths are computed only for errors, as a loop may relayout each batch.
             name = array_text(_paths.leaf_names(x)[index], arguments[0])
             text = f"{name}: {error}" if name else str(error)
             raise LayoutError(text) from error.__cause__
@@ -178,7 +178,7 @@ def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
 
 
 def with_lists_as_arrays(x: PyTree) -> PyTree:
-    """Returns a tree in which lists of numbers, which JAX would open, are arrays."""
+    """Returns a tree in which lists of numbers are arrays, not lists of leaves."""
 
     def is_numbers(node: PyTree) -> bool:
         if not isinstance(node, list) or not node:  # JAX's tree without leaves
@@ -283,8 +283,8 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
 
 
 def _in_own_memory(x: jax.Array) -> jax.Array:
-    # `may_alias=False` of `device_put` is only a hint where an array moves, but holds
-    # where it stays; the words of PRNG keys it shares in any case.
+    # `may_alias=False` of `device_put` is only a hint if an array moves, but a promise
+    # if it stays. It always shares the words of PRNG keys.
     if _jax.is_extended(x.dtype):
         words = _in_own_memory(jax.random.key_data(x))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
@@ -298,7 +298,7 @@ _compared: set[tuple[Any, ...]] = set()
 
 
 def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
-    """Checks that what goes to devices of all processes is the same on all of them.
+    """Checks that values for devices of all processes are the same on all of them.
 
     Arrays of the same name, shape, dtype and mesh are compared once, as programs are.
     `jax.device_put` of a host array compares, too: it gathers the values of all on all
@@ -324,16 +324,16 @@ def check_same(tree: PyTree, meshes: Iterable[Mesh]) -> None:
             assert_same(values, "an array that goes to devices of all processes")
     except ClusterError as error:
         error.add_note(
-            "What each process has for itself becomes one array through ml.pack, or "
+            "To join the processes' own parts into one array, use ml.pack, or "
             "through ml.distribute_dataset with per_process=True."
         )
         raise
 
 
 def can_compare(devices: Iterable[_jax.Device]) -> bool:
-    """Returns whether all processes take part in what is done on some devices."""
-    # On a mesh of some processes, each may place arrays of its own, as in JAX. In other
-    # threads, the calls of processes have no order by which to pair them.
+    """Returns whether all processes take part in work on some devices."""
+    # On a mesh of some processes, each may place arrays of its own, as in JAX. Calls in
+    # other threads have no order by which to pair them.
     is_main = threading.current_thread() is threading.main_thread()
     processes = {device.process_index for device in devices}
     return is_main and 1 < jax.process_count() == len(processes)

@@ -51,15 +51,15 @@ class Checkpointer(_checks.WithReflexes):
 
     Use this in your own loop, as below, or in the callback `Checkpoint`.
 
-    A step is saved completely or not at all. A killed process or a full disk leaves the
-    earlier steps intact; saving a step again keeps the old files until the new ones are
-    complete (in gs:// they are deleted first). A step is a plain Orbax directory; a
-    restore compares its files with their hashes, except in gs://.
+    A step is saved completely or not at all. A killed process or a full disk leaves
+    earlier steps intact. Saving a step again keeps the old files until the new ones are
+    complete (in gs://, the old ones are deleted first). A step is a plain Orbax
+    directory. A restore verifies the hashes of its files, except in gs://.
 
     `save` returns as soon as the state may be donated; a copy of this process's shards
     stays in host memory until the files are written. The next `save`, `wait`, `close`
-    or `restore` waits for that and raises its error. A process that ends finishes its
-    save first.
+    or `restore` waits for that and raises any error. A process finishes its save before
+    it exits.
 
     The first save locks the directory until `close`, or until another Checkpointer of
     this process saves there; any number of others may read. All processes of a run
@@ -102,15 +102,15 @@ class Checkpointer(_checks.WithReflexes):
             if count is not None:
                 _checks.count(name, count, error=CheckpointError)
         if best is not None and (len(best) != 2 or best[1] not in ("max", "min")):
-            msg = f"best must be ('val_accuracy', 'max') or such, got {best!r}."
+            msg = f"best must be a pair such as ('val_accuracy', 'max'), got {best!r}."
             raise CheckpointError(msg)
         self.best, self._keep, self._every = best, keep, every
-        # A channel pairs messages by their order. The threads of saves have the same
-        # one, as this thread uses it only once the last save has ended.
+        # A channel pairs messages by their order. The threads of saves share it, since
+        # this thread uses it only after the last save.
         self._channel = Channel(
             f"checkpoint/{next(_numbers)}",
             what="the same save or restore",
-            hint="All processes have to save and restore the same steps in one order.",
+            hint="All processes must save and restore the same steps in one order.",
             timeout_s=1200.0,  # longer than a slow store takes for a large file
             error=CheckpointError,
         )
@@ -126,19 +126,19 @@ class Checkpointer(_checks.WithReflexes):
         force: bool = False,
         _beside: Mapping[str, PyTree] | None = None,
     ) -> bool:
-        """Saves a state if a save is due; returns whether it is.
+        """Saves a state if a save is due, and returns whether it was.
 
         The state may be donated as soon as this returns. A step that already exists is
         replaced once the new files are complete. After SIGTERM, in a loop that began
-        with `resume`, this saves, due or not, and ends the process with status 75.
+        with `resume`, this always saves, and ends the process with status 75.
 
         Args:
             step: The number of the step.
             state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
                 Linen variables, an Optax state.
             data: The input iterator, whose position is saved with the state.
-            metadata: Other values that JSON can hold, or a function that returns them
-                and is called only if a save is due.
+            metadata: Other values that JSON can hold, or a function that returns them.
+                It is called only if a save is due.
             metrics: Metrics by name, for `best`.
             force: Whether to save even if no save is due.
 
@@ -182,7 +182,7 @@ class Checkpointer(_checks.WithReflexes):
             unlike = difference({p: x for p, (x, _, _) in messages.items()})
             unlike += replica_difference({p: x for p, (_, x, _) in messages.items()})
             if unlike:
-                msg = f"nothing is saved, as the processes differ: {unlike}."
+                msg = f"nothing was saved, because the processes differ: {unlike}."
                 raise CheckpointError(msg)
             places = [x for _, _, x in messages.values()]
             if data is not None:  # a single one if all are equal
@@ -207,7 +207,7 @@ class Checkpointer(_checks.WithReflexes):
                 raise error
 
     def close(self) -> None:
-        """Waits like `wait`, then lets other processes save in the directory."""
+        """Waits as `wait` does, then lets other processes save in the directory."""
         self._preemption.close()
         self._is_preempted = lambda: False
         self._release()
@@ -323,11 +323,11 @@ class Checkpointer(_checks.WithReflexes):
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: Layouts to use instead of those of `like`.
             data: The input iterator to move to its saved position.
-            partial: True allows missing arrays, which keep their values in `like`, and
-                ignores extra ones; or patterns of the paths to leave as they are.
+            partial: True keeps the values in `like` of arrays that were not saved, and
+                ignores extra saved ones. Patterns list paths to leave unchanged.
             rename: `{pattern: replacement}`, applied to the saved paths as by `re.sub`.
             dtype: A dtype for all arrays of its kind, instead of those of `like`.
-            verify: Whether to compare the hashes of all files, not only their sizes.
+            verify: Whether to verify the hashes of all files, not only their sizes.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
@@ -345,12 +345,12 @@ class Checkpointer(_checks.WithReflexes):
     def restore_numpy(self, *, step: Step = "latest") -> Any:
         """Returns nested dicts of NumPy arrays, with PRNG keys as uint32 words.
 
-        Use this to look into a checkpoint, or to convert it. It uses no device.
+        Use this to inspect or convert a checkpoint. It uses no device.
         """
         return self.read(step, lambda saved: to_numpy(saved.source()))
 
     def resume(self, state: T, *, data: positions.Continues | None = None) -> T:
-        """Returns the newest intact state, or `state` itself if nothing was saved.
+        """Returns the newest intact state, or `state` itself if there is none.
 
         Use this before a training loop that calls `save` after each step. From then on
         until `close`, the next `save` after SIGTERM saves and ends the process with

@@ -7,10 +7,10 @@
     .lock                         held by the run that saves
 
 A step takes its name by renames, and there is an intact copy at every moment: readers
-take a sealed `5.new` if there is no `5`; who has the lock finishes what was cut off.
+take a sealed `5.new` if there is no `5`; the next run that saves finishes the renames.
 
 In gs:// nothing can be renamed. Orbax commits a step under its own name, by a file that
-is written last and deleted first; a step that is saved again is deleted before.
+is written last and deleted first. A step that is saved again is deleted first.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# The sizes and hashes of a step's files declare it whole; in a store, Orbax's commit.
+# The sizes and hashes of its files mark a step as whole; in a store, Orbax's commit.
 # Orbax keeps the facts of a step for us. Steps of older formats have a manifest.
 _SEAL, _COMMIT = "files.json", "commit_success.txt"
 _FACTS, _MANIFEST = "_CHECKPOINT_METADATA", "manifest.json"
@@ -85,7 +85,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _is_step(path: Path) -> bool:
-    """Returns whether it is whole, of an older format, or has only lost its seal."""
+    """Returns whether it is whole, of an older format, or missing only its seal."""
     if is_whole(path) or is_remote(path) or path.suffix:
         return is_whole(path)
     return b'"format"' in (mark(path) or b"") or (path / _MANIFEST).exists()
@@ -98,14 +98,11 @@ def mark(path: Path) -> bytes | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Returns what a step is, as its save gave it to Orbax."""
+    """Returns the facts about a step that its save stored through Orbax."""
     if (path / _MANIFEST).exists():
-        msg = (
-            f"{path} is a checkpoint of an older format, which this version does not "
-            "read. The last commit of meshlayout that reads it is bb727a3: there, "
-            "ml.checkpoint.save_safetensors(file, checkpointer.restore_numpy()) "
-            "exports it, and ml.checkpoint.load_safetensors loads that file here."
-        )
+        msg = f"{path} has an older format, which commit bb727a3 of meshlayout reads. "
+        msg += "There, write ml.checkpoint.save_safetensors(file, checkpointer."
+        msg += "restore_numpy()); here, ml.checkpoint.load_safetensors(file, state)."
         raise CheckpointError(msg)
     try:
         facts = json.loads((path / _FACTS).read_bytes())["custom_metadata"]
@@ -125,7 +122,7 @@ def check(path: Path, *, verify: bool) -> None:
             file, saved = path / name, files[name]
             found = _digest(file) if verify else [file.stat().st_size, saved[1]]
             if found != saved:
-                raise ValueError(f"size and SHA-256 are {found}, and were {saved}")
+                raise ValueError(f"size and SHA-256 are {found}, but were {saved}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, error) from error
 
@@ -193,11 +190,11 @@ def delete(path: Path) -> None:
         else:
             shutil.rmtree(_hidden(path))
     except OSError as error:  # the next save tries again
-        logger.warning("%s, which is not needed any more, stays: %s", path, error)
+        logger.warning("%s is no longer needed, but remains: %s", path, error)
 
 
 def recover(directory: Path) -> None:
-    """Finishes what a save that was cut off has begun; the lock must be held."""
+    """Finishes what an interrupted save has begun; the lock must be held."""
     if is_remote(directory):
         return
     # Before any removal: what is being deleted may be the only other copy.
@@ -251,7 +248,7 @@ def lock(directory: Path, owner: Any) -> Callable[[], Any]:
     An owner in this process gives it up first. The system frees the lock, too, when
     this process ends, or closes any descriptor of the file: so nothing else opens it.
     """
-    nobody = "%s cannot be locked (%s): nobody guards it from other runs"
+    nobody = "%s cannot be locked (%s): nothing guards it from other runs"
     if is_remote(directory):
         logger.warning(nobody, directory, "it is in a store")
         return lambda: None
@@ -293,6 +290,6 @@ def find_token(directory: Path, token: str) -> None:
     while token and not (file.exists() and file.read_text() == token):
         if time.monotonic() > end_s:
             who = f"process {jax.process_index()} and process 0"
-            msg = f"{who} do not share the directory {directory}: all of them have to."
+            msg = f"{who} do not share the directory {directory}: all of them must."
             raise CheckpointError(msg)
         time.sleep(0.02)

@@ -70,22 +70,22 @@ def load_arrays(
 ) -> PyTree:
     """Returns a new state from arrays by name, each array in its layout.
 
-    Use this for arrays in memory or in another format: memory maps, HDF5, `np.load` of
-    an `.npz` file, `{name: x.numpy() for name, x in ...}` of PyTorch's `state_dict`.
-    Every process takes only the slices that its devices hold.
+    Use this for arrays in memory or in another format: memory maps, HDF5, an `.npz`
+    file from `np.load`, `{name: x.numpy() for name, x in ...}` of a PyTorch
+    `state_dict`. Every process takes only the slices that its devices hold.
 
     Args:
-        arrays: Numbers, and anything with a shape, a dtype, and slices that NumPy can
-            convert, by name; in nested dicts and lists, too. After renaming, dots and
-            slashes in names separate keys.
+        arrays: Numbers by name, or anything with a shape, a dtype, and slices that
+            NumPy can convert; nested dicts and lists are allowed. After renaming, dots
+            and slashes in names separate keys.
         like: The state to restore: any tree of arrays, whose values are ignored, or of
             abstract arrays (from `ml.describe`); or a layout map, to get nested dicts
             of all arrays; or None, to get them on one device.
         **options: `layouts`, `rename`, `partial` and `dtype`, as for
             `Checkpointer.restore`; the first pattern of `rename` that matches a saved
-            name changes it. And `transpose`, `{pattern: permutation}` by path in the
-            state, as for `np.transpose`: PyTorch's dense weights need `(1, 0)`, those
-            of its convolutions `(2, 3, 1, 0)`.
+            name changes it. Also `transpose`, `{pattern: permutation}` by path in the
+            state, as for `np.transpose`: dense weights of PyTorch need `(1, 0)`,
+            convolutions `(2, 3, 1, 0)`.
 
     Raises:
         RestoreDiffError: If the arrays differ in ways that are not allowed.
@@ -147,7 +147,7 @@ def load_msgpack(
 
     Use this for a file written with `flax.serialization.to_bytes`. The arguments are
     those of `load_arrays`; `/` separates keys. The host holds all arrays during the
-    call. The format cannot show a changed bit in an array.
+    call. The format has no checksums, so a changed bit goes unnoticed.
 
     Raises:
         DamagedCheckpointError: If the file is truncated or is not a state in msgpack.
@@ -168,15 +168,15 @@ def load_orbax(
     Use this for one checkpoint or step of `StandardCheckpointer`, `PyTreeCheckpointer`,
     a `CheckpointManager` or Orbax's version 1, or for one of several trees in a step.
     The arguments are those of `load_arrays`; `/` separates keys. Every device reads
-    only the slices that it holds, except of what `transpose` names. A changed bit is
-    not always found.
+    only the slices that it holds, except of arrays that `transpose` names. A changed
+    bit may go unnoticed.
 
     Raises:
         DamagedCheckpointError: If files are missing or changed, as far as the format
             shows it.
         CheckpointError: If Orbax wrote nothing there; or as `load_arrays`.
     """
-    # A dependency of Orbax, which also reads paths in cloud storage.
+    # A dependency of Orbax that also reads paths in cloud storage.
     epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
     is_remote = "://" in str(directory)
     path = epath.Path(directory if is_remote else _local(directory).absolute())
@@ -200,16 +200,16 @@ def save_safetensors(
 ) -> Path:
     """Writes the arrays of a state to a safetensors file, and returns its path.
 
-    Use this to publish weights, or to hand them to another library. All processes call
-    this with a path that they share, and each writes its own shards, so that no array
-    is ever whole on a device or in memory. The file gets its name once it is complete.
+    Use this to publish weights, or to pass them to another library. All processes call
+    this with a shared path, and each writes its own shards, so no array is ever whole
+    on a device or in memory. The file appears only once it is complete.
 
     Args:
-        path: A file name that ends in `.safetensors`, or a directory, in which the
-            file is called `model.safetensors`.
+        path: A file name that ends in `.safetensors`, or a directory, to write
+            `model.safetensors` into.
         state: Any tree of arrays.
-        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state;
-            then dots separate keys in the names.
+        rename: `{pattern: replacement}`, as for `load_arrays`, by path in the state. In
+            the file, dots separate keys.
         metadata: Strings to write into the header, by name.
         overwrite: Whether an existing file may be replaced.
 
@@ -225,7 +225,7 @@ def save_safetensors(
     channel = Channel(
         f"safetensors/{next(_numbers)}",
         what="the same save_safetensors",
-        hint="All processes have to call it, as each writes its own shards.",
+        hint="All processes must call it, since each writes its own shards.",
         error=CheckpointError,
     )
 
@@ -236,8 +236,7 @@ def save_safetensors(
         path.parent.mkdir(parents=True, exist_ok=True)
         num_bytes = len(header) + sum(spec.nbytes for spec, _ in arrays)
         with temporary.open("wb") as file:
-            # A full disk is noticed here, as an error: a write to mapped memory would
-            # kill the process with SIGBUS.
+            # A full disk is an error here; in mapped memory it would be a fatal SIGBUS.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             file.truncate(num_bytes)
@@ -338,8 +337,7 @@ def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
             )
             raise CheckpointError(msg)
         arrays.append((replace(spec, path=name), value))
-    # Large elements first: then each array begins at a multiple of its itemsize, which
-    # readers that map files rely on.
+    # Largest elements first, to align arrays to their itemsize for readers that map.
     return sorted(arrays, key=lambda entry: (-entry[0].dtype.itemsize, entry[0].path))
 
 
@@ -370,7 +368,7 @@ def _write(file: Path, begin: int, arrays: Sequence[tuple[ArraySpec, Any]]) -> N
         if isinstance(value, jax.Array):
             pieces = _jax.with_shards(value).addressable_shards
             shards = [(x.index, x.data) for x in pieces if x.replica_id == 0]
-        # What is not shared, each process has: that of process 0 is written.
+        # Process 0 writes arrays of which every process has its own copy.
         is_own = getattr(value, "is_fully_addressable", True)
         for index, shard in () if is_own and jax.process_index() else shards:
             whole[index] = np.asarray(shard)

@@ -1,12 +1,12 @@
 """Restores: from saved arrays of any kind to a state on devices.
 
-A kind of files is a `Source`: names, shapes, dtypes, and how to read. All else is the
-same. Names are matched, and all differences are known before any array is read. Then
-each process casts and places the slices that its devices hold, in NumPy, where
-64-bit values and PRNG keys need no special handling.
+Each file format is a `Source`: names, shapes, dtypes, and how to read them. All else is
+shared. Names are matched, and all differences are known, before any array is read. Then
+each process casts and places the slices that its devices hold, in NumPy, where 64-bit
+values and PRNG keys need no special handling.
 
-Patterns are regular expressions for `re.search`; one that matches nothing is an error,
-since it is nearly always a typo, and of several that match a path the first one counts.
+Patterns are for `re.search`. One that matches nothing is an error, nearly always a
+typo; if several match a path, the first one counts.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class ArraySpec:
 
     @property
     def host(self) -> "ArraySpec":
-        """It as the host holds it: of PRNG keys, their words."""
+        """The spec of the array on the host, where PRNG keys are their words."""
         if not self.is_key:
             return self
         keys = jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -86,7 +86,7 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes; none for a Python number."""
+        """The size of the array in bytes; 0 for a Python number."""
         itemsize = 0 if self.is_number else np.dtype(self.host.dtype).itemsize
         return math.prod(self.host.shape) * itemsize
 
@@ -118,7 +118,7 @@ class RestoreDiff:
     extra: tuple[str, ...] = ()
     shapes: tuple[Change, ...] = ()
     dtypes: tuple[Change, ...] = ()
-    # By path, what stands in the table for a missing or extra array.
+    # By path, the specs of missing and extra arrays, for the table.
     specs: Mapping[str, ArraySpec] = field(default_factory=dict, repr=False)
 
     def __bool__(self) -> bool:
@@ -132,7 +132,7 @@ class RestoreDiff:
         return ", ".join(texts) or "nothing differs"
 
     def table(self, most: int | None = None) -> str:
-        """Returns the differences side by side, at most so many of them."""
+        """Returns the differences side by side, at most `most` of them."""
         rows = self._rows()
         rest = len(rows[:most]) - len(rows)
         notes = [f"... and {-rest:,} more"] if rest else []
@@ -163,7 +163,7 @@ Wanted: TypeAlias = Sequence[tuple[ArraySpec, Sharding | None]]
 
 @dataclass(frozen=True)
 class Source:
-    """Saved arrays: their place, for messages, what they are, and how to read them.
+    """Saved arrays: their location (for messages), their specs, and how to read them.
 
     `read` returns for each wanted array a `jax.Array` with the given sharding (None for
     NumPy), or anything whose slices NumPy can convert, of which only the needed ones
@@ -212,7 +212,7 @@ def load(source: Source, request: Request) -> PyTree:
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
     pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
-    # All leaves before the first read: an error after minutes of reading helps nobody.
+    # Check all leaves before the first read, which may take minutes.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
     for target in targets:
         if target.spec.path in pairs:
@@ -252,7 +252,7 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
-            msg = f"{path!r}: one name is the beginning of another. Change rename=."
+            msg = f"{path!r}: one name is a prefix of another. Change rename=."
             raise CheckpointError(msg)
         node[last] = value
     return tree[""] if tree.keys() == {""} else tree
@@ -312,9 +312,8 @@ def _targets(
     if layouts is None:
         shardings = [_own_sharding(values[i]) for i in specs]
     else:
-        # Under an empty key, which paths leave out, so that rules see whole paths. At
-        # the root, a tree with the key `params` would be taken for Linen variables, and
-        # `params` left out of paths; but it may be a `TrainState` that was saved.
+        # Under an empty key, which paths leave out: at the root, the key `params` of a
+        # saved `TrainState` would be taken for Linen's, and left out.
         resolved = layouts.resolve({"": tree} if is_free else tree)
         layouts._check_used(resolved)
         shardings = [x.sharding for x in jax.tree.leaves(resolved.layouts)]
@@ -344,8 +343,7 @@ def _placeholder(spec: ArraySpec) -> Any:
 
 
 def _own_sharding(value: Leaf) -> Sharding | None:
-    # An array that is not committed to its device must not become so: JAX would then
-    # refuse to combine it with arrays on other devices.
+    # JAX refuses to combine arrays that are committed to different devices.
     is_free = isinstance(value, jax.Array) and not _jax.is_committed(value)
     return None if is_free else getattr(value, "sharding", None)
 
@@ -382,8 +380,7 @@ def _placed(target: Target, saved: ArraySpec, dtype: DType, value: Leaf) -> Any:
         return spec.dtype(np.asarray(value).item())
     if saved.is_number:
         value = np.asarray(value)
-    # By index: of what the source has placed already, and of what is read here, once
-    # for all devices that hold it.
+    # By index, as several devices may hold the same slice.
     is_placed = isinstance(value, jax.Array)
     is_done = is_placed and value.dtype == dtype
     shards = value.addressable_shards if is_placed and not is_done else ()
@@ -423,7 +420,7 @@ def _cast(
     with np.errstate(over="ignore", invalid="ignore"):
         result = values if is_wide else values.astype(dtype)
     if jnp.issubdtype(dtype, np.inexact):
-        # Precision may be lost, which is what a narrower dtype means; range not.
+        # A narrower dtype may lose precision, but not range.
         lost = np.isfinite(values) & ~np.isfinite(result)
     else:
         lost = (result != values) | is_wide
@@ -483,8 +480,7 @@ def match(
     wrong = diff = RestoreDiff(*rows, extra | missing)
     if request.partial is True and is_found:
         wrong = replace(diff, missing=(), extra=())
-    # If nothing at all is restored, names are wrong, and a training would begin from
-    # scratch unnoticed.
+    # If nothing fits, the names are wrong: training would silently start anew.
     if wrong or not is_found:
         path = next((x for x in missing if missing[x].shape), "")
         alike = [x for x in extra if path and extra[x].shape == missing[path].shape]

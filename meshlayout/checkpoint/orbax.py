@@ -1,4 +1,4 @@
-"""Trees in Orbax's files: those of our steps, and those that others wrote.
+"""Trees in Orbax's files: our own steps, and trees that other programs wrote.
 
 Steps are written by Orbax's v1 API, which is public but called experimental. Trees are
 read by a handler of its first API, which knows the trees of both, and has no barrier at
@@ -35,8 +35,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
-# Arrays are stored in chunks of at most this size. A chunk is read whole: this bounds
-# the cost of reading a slice of a large shard.
+# The largest chunk of an array: to read a slice of a shard, chunks are read whole.
 _CHUNK_BYTES = 64 * 2**20
 
 # Orbax numbers the saves of a process by one counter: they begin one at a time.
@@ -44,7 +43,7 @@ _one_at_a_time = threading.Lock()
 
 
 def saved_leaves(state: PyTree) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns what JSON holds of each leaf, and the arrays to write by path."""
+    """Returns the JSON description of each leaf, and the arrays to write by path."""
     try:
         flat = _paths.flatten(state, whole=True).leaves
     except MeshLayoutError as error:
@@ -95,7 +94,7 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
         leaf["impl"] = _jax.key_impl(value.dtype)
         value = jax.random.key_data(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
-        # Each process has an array of its own: that of process 0 is saved, as of NumPy.
+        # Each process has an array of its own: process 0 saves its copy, as for NumPy.
         return leaf, np.array(value)
     return leaf, _jax.with_shards(value)
 
@@ -121,10 +120,9 @@ def start_writing(
     context = ocp.Context()
     saving = context.array.saving
     saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # With both off, Orbax writes the host copies of shards that JAX keeps. By default
-    # it copies to pinned memory on GPUs, and has each replica write a slice, which
-    # needs a program for each shape and only pays if several hosts write.
-    # `test_a_save_compiles_no_program` notices the second.
+    # With both off, Orbax writes JAX's host copies of shards. By default it copies to
+    # pinned memory on GPUs, and each replica writes a slice, which takes a program per
+    # shape (`test_a_save_compiles_no_program`) and pays only on several hosts.
     saving.enable_pinned_host_transfer = False
     saving.use_replica_parallel = jax.process_count() > 1
     with _one_at_a_time, undisturbed(), context:
@@ -153,12 +151,12 @@ class SavedStep:
         return cls(number, path, facts)
 
     def load(self, request: Request, tree: str = "state") -> Any:
-        """Returns one of its trees, restored into `request.like`."""
+        """Returns one of the step's trees, restored into `request.like`."""
         with undisturbed():
             return load(self.source(tree), request)
 
     def source(self, tree: str = "state") -> Source:
-        """Returns one of its trees as a source to load from."""
+        """Returns one of the step's trees as a source to load from."""
         leaves = self.facts["items"][tree]
         specs = specs_of(leaves)
         # What is not read from Orbax's files.
@@ -196,7 +194,7 @@ def _key_dtype(impl: str) -> Any:
 class Inspection:
     """The contents of a checkpoint: a table if printed or displayed; times are UTC.
 
-    `arrays` has by path the dtype, shape, layout and mesh of each array, as text.
+    `arrays` maps each path to the array's dtype, shape, layout and mesh, as text.
     """
 
     step: int
@@ -246,7 +244,7 @@ def tree_source(
 ) -> Source:
     """Returns the arrays of one tree that Orbax wrote.
 
-    `tree` has their specs; None asks Orbax. `others` by path are not read.
+    `tree` holds their specs; if None, Orbax is asked. `others` are not read.
     """
     api = quiet("orbax.checkpoint")
     path = require("etils.epath", extra="checkpoint", purpose="A path").Path(path)
@@ -296,7 +294,7 @@ def _words(array: Any) -> Any:
 
 @contextlib.contextmanager
 def damage_told(path: object) -> Iterator[None]:
-    """Raises what fails inside, while Orbax reads, as damage of the files."""
+    """Raises errors while Orbax reads as damage to the files."""
     try:
         yield
     except Exception as error:
@@ -305,7 +303,7 @@ def damage_told(path: object) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first cause of an Orbax error in one line, and the system's words.
+    """Returns the first cause of an Orbax error, with the system's text, in one line.
 
     TensorStore writes its whole state into a message, including names of hidden files.
     """
@@ -320,7 +318,7 @@ def reason(error: BaseException) -> str:
 
 
 def quiet(name: str) -> ModuleType:
-    """Returns a module of Orbax, which keeps what goes well to itself."""
+    """Returns a module of Orbax that logs only what goes wrong."""
     logging.getLogger("absl").addFilter(_is_news)  # adding it again does nothing
     return require(name, extra="checkpoint", purpose="Checkpointing")
 
@@ -336,6 +334,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Suspends the caller's transfer guards, and a mesh, which may be another one."""
+    """Suspends the caller's transfer guards and current mesh."""
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield

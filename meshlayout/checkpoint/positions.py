@@ -1,7 +1,7 @@
 """The positions of the processes' input iterators in a checkpoint, as JSON.
 
-There is one per process, or a single one if all are equal: then another number of
-processes may restore it.
+There is one per process, or only one if all are equal, which any number of processes
+may then restore.
 """
 
 import inspect
@@ -27,7 +27,7 @@ class Continues(Protocol):
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Returns a value as JSON gives it back, with plain lists and numbers."""
+    """Returns a value as it is after a round trip through JSON."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -56,8 +56,8 @@ def move_to_position(data: Any, positions: Sequence[Any] | None) -> None:
         raise CheckpointError("the step was saved without data=: restore it without.")
     if len(positions) not in (1, jax.process_count()):
         count = f"{len(positions)} processes"
-        msg = f"the data were at other positions on each of {count}: restore on"
-        raise CheckpointError(f"{msg} {count}.")
+        msg = f"the data positions of {count} differed: restore on {count}."
+        raise CheckpointError(msg)
     # A source of ours that cannot seek reads and drops the rows before its position.
     can_skip = "skip" in inspect.signature(data.set_state).parameters
     state = positions[jax.process_index() % len(positions)]

@@ -1,4 +1,4 @@
-"""One save, in a thread of its own: Ctrl-C cannot cut it in two.
+"""One save, in a thread of its own, which Ctrl-C cannot interrupt.
 
 All processes must agree on each outcome, or some would wait forever for the others. So
 each exchange is reached on every path: a process that fails sends its error instead of
@@ -41,7 +41,7 @@ _PEEK_S = 1.0
 class Save:
     """One running save, of trees as for `orbax.start_writing`; `after` follows it.
 
-    A Future tells of its end: in Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
+    A Future signals its end: in Python 3.11 and 3.12, Ctrl-C breaks `Thread.join`.
     """
 
     directory: Path
@@ -116,7 +116,7 @@ class Save:
         logger.info("saved step %d: %s in %.2f s", *facts)
 
     def _await(self, response: Any) -> None:
-        """Waits for Orbax, which would wait for minutes for a process that failed."""
+        """Waits for Orbax, which waits for minutes for a process that failed."""
         while jax.process_count() > 1:
             begin_s = time.monotonic()
             try:
@@ -133,7 +133,7 @@ class Save:
 
 @contextlib.contextmanager
 def failures(step: int, directory: Path) -> Iterator[None]:
-    """Raises what fails inside as the error of a save."""
+    """Raises any error inside as the error of a save."""
     try:
         yield
     except CheckpointError:
@@ -147,11 +147,11 @@ def failures(step: int, directory: Path) -> Iterator[None]:
 
 
 def finish_in(directory: Path) -> None:
-    """Waits for the saves of other checkpointers, as of a cell that is run again."""
+    """Waits for saves of other checkpointers, as in a notebook cell run twice."""
     concurrent.futures.wait([x.end for x in _unfinished if x.directory == directory])
 
 
-# Saves that run, or whose error nobody has raised; a forked child lacks their threads.
+# Saves that run, or whose error was not raised; a forked child lacks their threads.
 _unfinished: set[Save] = set()
 _left_behind = threading.Event()  # Orbax may still wait for a process that has failed
 
@@ -161,7 +161,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Has the interpreter finish saves before it shuts thread pools down.
+    """Makes the interpreter finish saves before it shuts down thread pools.
 
     At exit Python first shuts down the pools that Orbax writes with, and then waits for
     threads: a running save would hang for minutes, and be lost. Functions registered so
@@ -177,7 +177,7 @@ def _finish_all() -> None:
         try:
             error = save.error()
         except KeyboardInterrupt:  # which would abort the process here
-            logger.warning("a save is finished first; Ctrl-C again gives it up")
+            logger.warning("finishing a save first; press Ctrl-C again to abandon it")
             error = save.error()
         if error is not None:  # no later call is left to raise it
             logger.error("%s", error)

@@ -1,13 +1,13 @@
-"""What processes exchange and compare: values of theirs, and programs.
+"""Values that processes exchange, and programs that they compare.
 
 Values go through a channel and not through a collective: JAX's own helpers
 (`multihost_utils`) need devices, make 64 bits 32, and given trees that differ, or calls
 in another order, they hang or return another call's values. Calls are paired by their
-order, which only the main thread has, and every message says which call it is for.
+order, which only the main thread has, and every message names its call.
 
-Every process compiles its own program, and JAX compares nothing: with another mesh,
-batch shape, seed or function on one process, all run on, and each gets other numbers.
-So before the first call of a program, its processes compare a digest of it.
+Every process compiles its own program, and JAX compares nothing: with a different mesh,
+batch shape, seed or function on one process, all run on with wrong numbers. So before
+the first call of a program, its processes compare a digest of it.
 """
 
 import functools
@@ -56,8 +56,8 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
 def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
     """Returns the values of process 0 on all processes.
 
-    Use this for what only one process can know, such as a run's name or a seed: a
-    pytree of arrays, numbers and text. All dtypes stay; JAX's arrays become NumPy's.
+    Use this for values that only one process knows, such as a run's name or a seed: a
+    pytree of arrays, numbers and text. Dtypes stay; JAX arrays become NumPy arrays.
 
     Examples:
         >>> broadcast({"name": "run-3", "seed": 7})
@@ -68,11 +68,11 @@ def broadcast(tree: T, *, timeout_s: float = 600.0) -> T:
 
 
 def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
-    """Returns the values of all processes, stacked in a first dim, on all of them.
+    """Returns the values of all processes, stacked along a new first dim.
 
-    Use this for what each process knows of itself, such as its number of rows:
-    a pytree as for `broadcast`, of the same structure, shapes and dtypes on all
-    processes, or ClusterError says what differs. Text becomes an array of objects.
+    Use this for values of each process, such as its number of rows: a pytree as for
+    `broadcast`. If structures, shapes or dtypes differ, a ClusterError names the
+    difference. Text becomes an array of objects.
 
     Examples:
         >>> all_gather({"host": "a", "rows": 12})
@@ -87,17 +87,16 @@ def all_gather(tree: T, *, timeout_s: float = 600.0) -> T:
 def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
     """Raises an error on all processes unless all have the same value, bit by bit.
 
-    Use this for what all processes must compute alike, such as a configuration: a
-    pytree as for `broadcast`. Large arrays are compared by their digests, replicated
-    ones by this process's copy.
+    Use this for values that must agree, such as a configuration: a pytree as for
+    `broadcast`. Large arrays are compared by digest, replicated ones by the local copy.
 
     Args:
         value: The value.
-        what: What it is, to begin the message with.
+        what: The name of the value, with which the message begins.
         timeout_s: How long to wait for the others, in seconds.
 
     Raises:
-        ClusterError: With what differs from most processes; or as for `barrier`.
+        ClusterError: Names what differs from most processes; or as for `barrier`.
 
     Examples:
         >>> assert_same({"lr": 0.1, "files": ["a", "b"]}, "the configuration")
@@ -115,7 +114,7 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
         for process, values in facts.items():
             processes[values.get(name, "missing")].append(process)
         if len(processes) > 1:
-            # Most processes are right; of two, process 0.
+            # The majority is taken to be right; of two, process 0.
             groups = sorted(processes.items(), key=lambda g: (len(g[1]), -g[1][0]))
             parts = [f"{x[:200]} on {processes_text(group)}" for x, group in groups]
             if len(parts) > _NUM_LISTED:
@@ -140,7 +139,7 @@ def _exchange(
         message = call, pickle.dumps(value(*args))
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
     if text := difference({p: {"the call": x} for p, (x, _) in messages.items()}):
-        raise ClusterError(f"processes are at different calls: {text}. {_HINT}")
+        raise ClusterError(f"processes are in different calls: {text}. {_HINT}")
     return {process: pickle.loads(value) for process, (_, value) in messages.items()}
 
 
@@ -203,7 +202,7 @@ def compare_program(
 ) -> None:
     """Raises ClusterError if processes of some devices make programs of other facts.
 
-    `why` is why there is a new program, after the first one of that name.
+    `why` says why there is a new program after the first one of that name.
     """
     processes = tuple(sorted({device.process_index for device in devices}))
     client, here = _jax.coordination_client(), _jax.process_index()
@@ -222,7 +221,7 @@ def compare_program(
 
 
 def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
-    """Returns what processes compare of a program: its arguments, and its text."""
+    """Returns the facts of a program that processes compare: its arguments and text."""
     facts, meshes = dict[str, str](), set[str]()
     for name, leaf in arguments.items():
         sharding: Any = _jax.sharding_of(leaf)
@@ -247,7 +246,7 @@ def program_facts(arguments: Mapping[str, Leaf], text: str) -> dict[str, str]:
 
 
 def _shared_value(leaf: Leaf) -> Any:
-    # Of a small argument, if all processes have all of it.
+    # The value of a small argument that all processes hold in full.
     if isinstance(leaf, (bool, int, float, complex)):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape"):

@@ -1,9 +1,8 @@
 """Messages between processes, through the key-value store of JAX's service.
 
-No device is involved, so a background thread can exchange values while the devices
-compute, which is not true of a collective. A process that has ended its program instead
-of coming is named by those that wait for it; one that is lost or has failed ends them
-(see `watch`).
+No device is involved, so a background thread can exchange values while devices compute,
+unlike in a collective. Processes that wait for one whose program has ended name it; one
+that is lost or has failed ends them (see `watch`).
 """
 
 import contextlib
@@ -32,11 +31,11 @@ _LONG_S = 10.0  # a wait that is logged, and looked into
 
 
 class Channel:
-    """A sequence of exchanges between processes, each of which takes part in all.
+    """A sequence of exchanges, in all of which every process takes part.
 
-    `name` is the same on all processes, and used once in a run. `what` they do together
-    completes "did not come to ...", `hint` ends that message; `failure` opens what the
-    others are told when this process fails.
+    `name` is the same on all processes, and unique in a run. `what` completes "did not
+    come to ...", and `hint` ends that message. `failure` opens the message to the
+    others when this process fails.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class Channel:
     ) -> dict[int, Any]:
         """Sends a value, and returns those of all, by process.
 
-        If another process failed, has ended, or sends nothing in time, this raises the
-        channel's error.
+        Raises the channel's error if another process failed, has ended, or is late.
         """
         here = _jax.process_index()
         if self.processes == [here]:
@@ -134,7 +132,7 @@ class Channel:
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Tells the others of an error inside, at the exchange that comes next."""
+        """Reports an error inside to the others, at the next exchange."""
         try:
             yield
         except Exception as error:
@@ -143,7 +141,7 @@ class Channel:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Sends an error instead of a value, and waits for the others to read it."""
+        """Sends an error instead of a value, and waits until the others read it."""
         is_ours = isinstance(error, MeshLayoutError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.
@@ -157,7 +155,7 @@ class Channel:
         return next(filter(None, [*texts, *map(watch.end_of, self.processes)]), "")
 
     def leave(self, turn: int, text: str) -> None:
-        """Ends an exchange, by its number, with an error on those that wait in it."""
+        """Ends an exchange, by its number, with an error on processes that wait."""
         self._send(turn, watch.PeerError(text, _jax.process_index()))
 
     def _send(self, turn: int, value: object) -> None:

@@ -1,8 +1,8 @@
 """Which processes a program consists of: from arguments, variables, or JAX's detection.
 
-Arguments override the rest. Variables that contradict each other are an error: one of
-them is a leftover, and only the user knows which. Where another launcher has started
-several processes that nothing here finds, each would run alone: that is an error, too.
+Arguments override the rest. Contradictory variables are an error: one of them is a
+leftover, and only the user knows which. It is also an error if another launcher started
+several processes that are not found here, as each would run alone.
 """
 
 import itertools
@@ -38,7 +38,7 @@ _ALL_THREE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The processes of a program, which one this is, and what said so."""
+    """The processes of a program, the index of this one, and the source of both."""
 
     coordinator_address: str = ""
     num_processes: int = 1
@@ -61,7 +61,7 @@ def find_settings(
 ) -> Settings:
     """Returns the processes of this program, from the arguments of `initialize`.
 
-    `detect` is `_jax.detect_cluster`, called if the rest does not say everything.
+    `detect` is `_jax.detect_cluster`, called if the rest is not enough.
     """
     values = {k: _checked(k, x, k) for k, x in arguments.items() if x is not None}
     facts, sources = values, dict[str, _Facts]()
@@ -167,8 +167,8 @@ def _from_tf_config(text: str) -> _Facts:
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
-    # Else JAX's detection, in a notebook on one TPU host or in a Kubernetes pod, waits
-    # for metadata servers and permissions that there are none of.
+    # Otherwise JAX's detection, in a notebook on one TPU host or in a Kubernetes pod,
+    # waits for metadata servers and permissions that do not exist.
     names = environment.keys()
     if names & {"SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE"}:
         return True

@@ -30,8 +30,8 @@ _turns = itertools.count(1)  # JAX compares it between processes; it must not de
 class Preempted(SystemExit):
     """A run was asked to end (SIGTERM) and has saved its state: start it again.
 
-    You need not catch it: the process ends with status 75 (`EXIT_STATUS`). The
-    attribute `step` is the step that was saved.
+    Do not catch it: the process ends with status 75 (`EXIT_STATUS`). The attribute
+    `step` is the saved step.
 
     Examples:
         >>> Preempted(7).code, Preempted(7).step
@@ -46,10 +46,10 @@ class Preempted(SystemExit):
 class Preemption:
     """Finds out after each step whether this run was asked to end by SIGTERM.
 
-    Use this in a loop that saves by itself; `Checkpointer.save` and `Trainer` have it
-    built in. With `jax.distributed`, a SIGTERM to one process counts for all, which
-    learn of it at the same step if they ask equally often. A second SIGTERM goes to the
-    previous handler; so does the first one if nobody asks before the block ends.
+    Use this in a loop with its own way of saving; `Checkpointer.save` and `Trainer`
+    have it built in. With `jax.distributed`, a SIGTERM to one process counts for all,
+    which learn of it at the same step if they ask equally often. The previous handler
+    gets a second SIGTERM, and the first one if nothing asks before the block ends.
 
     Examples:
         >>> import os, signal
@@ -101,7 +101,7 @@ class Preemption:
 
 @contextlib.contextmanager
 def interrupts_later(*, patience: int) -> Iterator[None]:
-    """Raises Ctrl-C at its end; after `patience` of them, the next one at once."""
+    """Delays Ctrl-C until the block ends; after `patience` of them, raises at once."""
     handler, caught = signal.getsignal(signal.SIGINT), list[FrameType | None]()
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and callable(handler)):

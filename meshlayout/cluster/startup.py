@@ -1,9 +1,9 @@
 """The start and the end of a program of several processes.
 
-On one process nothing is started, so that the same program runs on a laptop. JAX ends a
-process whose partners do not come with SIGABRT and without their names. So they meet at
-the coordinator's address first: each sends process 0 a line of JSON that says who it
-is, and waits for one with the problem, if any, and all names.
+On one process nothing is started, so the same program runs on a laptop. If processes
+are missing, JAX ends the others with SIGABRT and names none. So they meet first, at the
+coordinator's address: each sends process 0 a line of JSON with its name, and waits for
+one with all names, or the problem.
 """
 
 import contextlib
@@ -61,10 +61,10 @@ def initialize(
 
     Call it first, instead of `jax.distributed.initialize`: the same on a laptop, Colab,
     a GPU host, a TPU pod slice or under SLURM. On one process it does nothing.
-    Otherwise it waits for all processes, and `jax.devices()` then are those of all. If
-    one fails later, the others name it and end; the guide "What happens if" says when.
+    Otherwise it waits for all processes, and `jax.devices()` then lists the devices of
+    all. If one fails later, the others name it and end.
 
-    What is not given comes from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
+    Omitted arguments come from JAX's variables (JAX_COORDINATOR_ADDRESS and so on),
     from TF_CONFIG (chief and workers), or from JAX's detection of SLURM, Open MPI,
     Kubernetes and Google Cloud TPU. The choice is logged at level info.
 
@@ -75,17 +75,17 @@ def initialize(
         local_device_ids: The ids of this machine's GPUs to use; None for all.
         coordinator_bind_address: Where process 0 listens, if elsewhere, as
             `"0.0.0.0:1234"` for all interfaces.
-        timeout_s: How long to wait for the other processes.
-        heartbeat_timeout_s: After how long without a heartbeat of JAX a process counts
-            as killed, stopped or cut off.
-        step_timeout_s: After how long without the start of a step, or of an exchange
-            between processes, the program counts as stuck; None for never. It must be
-            longer than any compilation, save or Python code between two steps.
+        timeout_s: Seconds to wait for the other processes.
+        heartbeat_timeout_s: A process counts as lost after this many seconds without a
+            heartbeat of JAX.
+        step_timeout_s: The program counts as stuck after this many seconds without the
+            start of a step or an exchange between processes; None for never. It must
+            exceed any compilation, save or Python code between two steps.
 
     Raises:
-        ClusterError: If settings are malformed, missing or contradict each other, if
-            processes are missing or too many, process 0 cannot listen at its address,
-            or JAX has already started its devices.
+        ClusterError: If settings are malformed, missing or contradictory, the number of
+            processes is wrong, process 0 cannot listen at its address, or JAX has
+            already started its devices.
 
     Examples:
         >>> initialize()  # on one process, it does nothing
@@ -119,8 +119,8 @@ def initialize(
         raise ClusterError(f"{msg}included; in a notebook, restart the kernel first.")
     if count > 1:
         names = meet(settings, timeout_s)
-        # gRPC would ask a proxy in the environment for process 0, and wait forever
-        # where that cannot reach the cluster's machines. The meeting has connected.
+        # gRPC would use a proxy from the environment, and wait forever if that cannot
+        # reach the cluster's machines, which the meeting just did.
         host = settings.coordinator_address.rpartition(":")[0].strip("[]")
         direct, others = "no_grpc_proxy", os.environ.get("no_proxy", "")
         os.environ[direct] = f"{os.environ.get(direct) or others},{host}".strip(",")
@@ -146,9 +146,9 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leaves the program, as `jax.distributed.shutdown()` and a program's end do, too.
+    """Leaves the program, as `jax.distributed.shutdown()` and a program's end also do.
 
-    Process 0 waits until all others have left. On one process this does nothing.
+    Process 0 waits until all others have left. On one process, it does nothing.
     """
     global _running
     if _running is not None and _running.num_processes > 1:

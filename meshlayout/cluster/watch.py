@@ -2,10 +2,10 @@
 
 JAX knows who is alive: its heartbeats come from threads of C++, so that a process that
 holds Python's lock for minutes is not lost. `jax_enable_recoverability` leaves the rest
-to us. One thread asks JAX who is alive, which is answered once all that are have asked;
-another one reads what the processes post: "failure" (the first one counts), "ended", so
-that a program that has come to its end is not lost, and "waits" that take long. The end
-is `os._exit`, as the main thread may be in a collective. Process 0 ends last.
+to us. One thread asks JAX which processes are alive, which it answers once all of these
+have asked. Another reads what processes post: "failure" (the first one counts),
+"ended", which tells a finished program from a lost one, and long "waits". The end is
+`os._exit`, as the main thread may be in a collective. Process 0 ends last.
 """
 
 import atexit
@@ -51,11 +51,11 @@ _ECHO = re.compile(
 
 
 class PeerError(Exception):
-    """A text, and the process to blame for it: the cause of an error, or sent alone."""
+    """A text and the process to blame: the cause of an error, or sent by itself."""
 
 
 class _Failure(NamedTuple):
-    """Which process failed, how, and the exit status of those that end for it."""
+    """Which process failed, how, and the exit status of those it ends."""
 
     process: int
     text: str
@@ -66,7 +66,7 @@ _watch: "Watch | None" = None
 
 
 def post_wait(*wait: Any) -> None:
-    """Posts how long the main thread waits, in what, for whom; with nothing, no longer.
+    """Posts how long the main thread waits, where, for whom; no arguments end it.
 
     Only its steps and meetings have the same order on all processes.
     """
@@ -84,7 +84,7 @@ def end_of(process: int) -> str:
 
 
 def delay_abort() -> None:
-    """Makes `abort` wait for 6 s; all but process 0 call this before they connect.
+    """Makes `abort` wait 6 s; all processes but 0 call this before they connect.
 
     When process 0 is gone, JAX aborts at once. C's own `sleep` as the handler, which
     gets the number of the signal, leaves time to say so. (faulthandler has its own.)
@@ -115,7 +115,7 @@ class Watch:
         self._end_s, self._is_leaving, self._has_devices = 0.0, False, False
         self._is_over, self._ending = threading.Event(), threading.Lock()
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
-        # For whoever calls jax.distributed.shutdown, JAX's own exit handler included.
+        # For any caller of jax.distributed.shutdown, including JAX's own exit handler.
         self._shutdown, state.shutdown = state.shutdown, self.leave
         atexit.register(self._note_devices)  # before JAX's handler, which ends them
         self._threads = [_started(self._read), _started(self._ask)]
@@ -254,7 +254,7 @@ class Watch:
             self._judge_moves(facts["moves"], self._step_timeout_s)
 
     def _judge_waits(self, waits: dict[int, Any]) -> None:
-        """Ends all if a process waits in a meeting to which this one does not come."""
+        """Ends all processes if one waits in a meeting that this one never joins."""
         waits = {process: wait for process, wait in waits.items() if len(wait) > 1}
         *_, own_meeting, own_what, own_late = waits.get(self._index, ["", "", []])
         for process, (steps, waited_s, meeting, what, late) in waits.items():
@@ -323,7 +323,7 @@ def _wait_while(is_so: Callable[[], bool], limit_s: float = math.inf) -> None:
 
 
 def _in_time(call: Callable[[], Any], limit_s: float) -> Any:
-    """Calls what may fail or not return; returns its result, or None after a while."""
+    """Returns the result of a call that may fail or hang; None after a while."""
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a program sends, computes and holds, read off its text and its jaxpr.
+"""What a program sends, computes and holds, from its text and its jaxpr.
 
 `compile_step` and the made steps have this as `step.communication`, `step.cost` and
 `step.memory`; `read_communication` is for any other program that `jax.jit` compiled.

@@ -46,24 +46,24 @@ class Collective:
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
     Attributes:
-        kind: Such as `"all_reduce"`.
+        kind: Its kind, such as `"all_reduce"`.
         axes: The mesh axes it goes along; None if the mesh is not known.
-        whole_axes: Whether each of its groups is all devices along these axes.
-        num_devices: How many devices are in each group; 2 for a permutation.
+        whole_axes: Whether each group consists of all devices along these axes.
+        num_devices: The number of devices in each group; 2 for a permutation.
         arrays: Its results on each device, such as `("f32[512, 10]",)`.
-        nbytes: Bytes of the results on each device, of one run.
-        wire_bytes: Bytes that each device sends, of all runs together.
+        nbytes: Bytes of the results on each device, in one run.
+        wire_bytes: Bytes that each device sends in all runs together.
         times: How often it runs in one run of the program. A loop of unknown length
             counts as one iteration, and a branch as taken.
         times_known: Whether there is no such loop and no branch around it.
         in_loop: Whether it is inside a loop.
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
-        module: The submodule it serves, by scopes or by its weights; or empty.
+        module: The submodule it serves, known by scopes or weights; or empty.
         source: The innermost line of the user's code, such as `"models/mlp.py:31"`, or
-            empty; of several that were combined, that of most, and how many others.
-        leaves: The arguments of the program that it moves, such as `"layers/0/kernel"`,
-            and of a step those whose gradients or updates it moves.
+            empty; if several were combined, the commonest and a count of others.
+        leaves: The program's arguments that it moves, such as `"layers/0/kernel"`; in a
+            step, also those whose gradients or updates it moves.
     """
 
     kind: str
@@ -107,12 +107,11 @@ def read_collectives(
     yield from (piece for key, piece in pieces.items() if key not in started)
 
 
-# Names of the computations that an asynchronous collective is spread over on TPUs, and
-# what XLA writes there: the number of the chain of pieces, and its first piece.
+# Names of the pieces of an asynchronous collective on TPUs: its chain, its first piece.
 _PIECE = re.compile("async_collective|fused_computation")
 _CHANNEL, _CHAIN = r"\bchannel_id=(\d+)", r'\bchain_id="(\d+)"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
-# GPU programs start and end everything; this is where nothing runs in between.
+# GPU programs split everything into start and end, even if nothing runs between.
 _IS_SYNCHRONOUS = '"is_sync":true'
 
 
@@ -227,9 +226,9 @@ def _grid(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
 def _mesh_axes(
     groups: Iterable[Sequence[int]], mesh: Mesh
 ) -> tuple[tuple[str, ...], bool]:
-    """Returns the axes along which devices of a group differ, and if it has all there.
+    """Returns the axes along which devices of a group differ, and whether it has all.
 
-    Groups of devices that the mesh does not have go along no axes.
+    Groups of devices outside the mesh have no axes.
     """
     along, widths = set[int](), set[int]()
     for group in groups:

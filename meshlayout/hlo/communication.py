@@ -1,4 +1,4 @@
-"""`Communication`: what a program sends, grouped, totalled, compared and locked."""
+"""`Communication`: what a program sends, grouped, totaled, compared and locked."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from meshlayout.mesh import Mesh, as_mesh
 
 @dataclass(frozen=True)
 class Communication(Mapping[str, int]):
-    """The collectives of a program; a mapping from kind to how many there are.
+    """The collectives of a program; also a mapping from each kind to its count.
 
-    Counts take each collective once, in a loop or not; bytes take it as often as it
-    runs. `print` shows a table.
+    A collective in a loop counts once, but its bytes are added for every run. `print`
+    shows a table.
 
     Attributes:
-        collectives: Every one, in the program's order.
+        collectives: All of them, in the program's order.
 
     Examples:
         >>> import jax, meshlayout as ml
@@ -38,7 +38,7 @@ class Communication(Mapping[str, int]):
 
     @property
     def in_loops(self) -> "Communication":
-        """Those inside a loop, such as a `scan` over layers or microbatches."""
+        """The collectives in loops, such as a `scan` over layers or microbatches."""
         return Communication(tuple(x for x in self.collectives if x.in_loop))
 
     @property
@@ -49,7 +49,7 @@ class Communication(Mapping[str, int]):
     def by(
         self, key: Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
     ) -> "dict[str, Communication]":
-        """Returns groups with the same attribute, those that send most first."""
+        """Returns groups with the same attribute, those that send the most first."""
         groups: dict[str, list[Collective]] = {}
         for x in self.collectives:
             text = _axes_text(x) if key == "axes" else str(getattr(x, key))
@@ -96,7 +96,7 @@ class Communication(Mapping[str, int]):
         return lines
 
     def diff(self, other: "Communication") -> str:
-        """Returns as text what another program, as of other layouts, sends instead."""
+        """Returns as text how another program differs, such as with other layouts."""
         before, after = Counter(self.collectives), Counter(other.collectives)
         rows = [["+", *row] for row in _rows((after - before).elements())]
         rows += [["-", *row] for row in _rows((before - after).elements())]
@@ -114,7 +114,7 @@ class Communication(Mapping[str, int]):
         return "\n".join([total, *lines]) + "\n"
 
     def check_lock(self, text: str) -> None:
-        """Raises CommunicationError where it differs from an earlier `to_lock`."""
+        """Raises CommunicationError if it differs from an earlier `to_lock`."""
         fact = "the program does not send what is locked"
         _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
 
@@ -129,14 +129,15 @@ def read_communication(
 ) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
-    With JAX's persistent compilation cache, source lines are of the run that filled it.
+    With JAX's persistent compilation cache, source lines are from the run that filled
+    it.
 
     Args:
         program: What `jax.jit(...).lower(...).compile()` returns, or its text.
         mesh: The mesh it runs on; if None, that of its arguments and results.
-        arguments: Better names of arguments, by JAX's names as paths: `"state/w"`.
-        results: Names of the program's first results, to know gradients by; those of
-            one leaf end alike.
+        arguments: Names to show for arguments, by JAX's names as paths: `"state/w"`.
+        results: Names of the program's first results, to recognize gradients; names of
+            one leaf have the same end.
 
     Raises:
         CommunicationError: If it is not a compiled program.
@@ -151,7 +152,7 @@ def read_communication(
         shardings = jax.tree.leaves([getattr(program, name, ()) for name in names])
         meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
         whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
-        # The one that says most: a mesh of one device may be among them.
+        # The largest: a mesh of one device may be among them.
         mesh = max(whole, key=lambda x: sum(n > 1 for n in x.axis_sizes), default=None)
     parsed = Program(text)
     origins = Origins(parsed, arguments or {}, results)
@@ -200,7 +201,7 @@ def _times_text(x: Collective) -> str:
 
 
 def _purpose(x: Collective) -> str:
-    """Returns the leaves, or the submodule and the operation, that it serves."""
+    """Returns the leaves, or the submodule and operation, that it serves."""
     if x.leaves:
         return _listed(x.leaves, 2)
     *_, operation = x.op_name.replace(")", "/").rpartition("/")

@@ -1,8 +1,8 @@
 """What a program computes: the FLOPs of its jaxpr, loops counted in full.
 
-XLA's own `cost_analysis` counts a loop's body once, says nothing of FLOPs on GPUs, and
-adds up whatever a platform's compiler made of the program. The jaxpr is the same on
-every platform, and knows how often its scans run.
+XLA's own `cost_analysis` counts a loop's body once, has no FLOPs on GPUs, and describes
+what a platform's compiler made of the program. The jaxpr is the same on every platform,
+and knows how often its scans run.
 """
 
 import math
@@ -17,13 +17,13 @@ from meshlayout._annotations import Equation
 
 @dataclass(frozen=True)
 class Cost:
-    """What all devices together compute in one run of a program.
+    """The computation of all devices together in one run of a program.
 
     Attributes:
-        flops: Of matrix multiplications and convolutions, 2 per multiply-add, those
-            with padding included. Elementwise operations are not counted.
-        is_exact: False if a loop of unknown length counts as one iteration, of branches
-            the one that computes most, or a hand-written kernel or callback as nothing.
+        flops: FLOPs of matrix multiplications and convolutions, padding included, 2 per
+            multiply-add. Elementwise operations are not counted.
+        is_exact: False if a loop of unknown length counts as one iteration, only the
+            largest branch counts, or a custom kernel or callback counts as 0.
     """
 
     flops: int
@@ -74,7 +74,7 @@ def _cost_of(eqn: Equation) -> Cost:
 
 
 def _products(eqn: Equation) -> int:
-    """Returns how many products make one number of the result; 0 for others."""
+    """Returns the number of products per element of the result; 0 if other."""
     name, params = eqn.primitive.name, eqn.params
     numbers = params.get("dimension_numbers")
     if name == "conv_general_dilated":

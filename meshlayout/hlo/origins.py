@@ -1,9 +1,9 @@
 """Where a collective comes from: leaves of a state, modules and source lines.
 
-Values are followed back to the program's arguments through what only moves or converts
-them. A gradient is no argument; it is known by the results that depend on it: a leaf
-and the slots of the optimizer that follow it, no others. In the metadata, JAX writes
-named scopes and its own transformations into one name.
+Values are followed back to the program's arguments through operations that only move or
+convert them. A gradient is not an argument; only the results that depend on it identify
+it: one leaf and its optimizer slots. In the metadata, JAX writes named scopes and its
+own transformations into one name.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _PLUMBING = re.compile(
     r"remat|rematted_computation|custom_\w+|.*->.*"
 )
 
-# A program in a compilation cache may be from another copy of this library.
+# A program in a compilation cache may come from another copy of this library.
 _OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_OURS)
 _NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
@@ -115,7 +115,7 @@ class Origins:
 
     def scopes_and_source(self, instruction: Instruction) -> tuple[list[str], str]:
         """Returns the named scopes and the user's source line of an instruction."""
-        # Of what was combined from several, XLA notes only one.
+        # XLA notes only one of several combined operations.
         makers = [instruction]
         if len(instruction.operands) > 1:
             makers = [x for x in map(_noted, instruction.operands) if x]
@@ -133,7 +133,7 @@ class Origins:
 
 
 def _noted(value: Instruction) -> Instruction | None:
-    """Returns what made a value, past instructions of which nothing is noted."""
+    """Returns what made a value, skipping instructions without metadata."""
     while not _NOTED.search(value.rest):
         if not value.operands:
             return None
@@ -142,7 +142,7 @@ def _noted(value: Instruction) -> Instruction | None:
 
 
 def _scopes(op_name: str) -> list[str]:
-    """Returns the scopes in JAX's name of an operation, or in common of several."""
+    """Returns the scopes in JAX's name of an operation, or those common to several."""
     paths = [
         [part for part in re.split(r"[/()]", path) if not _PLUMBING.fullmatch(part)]
         for path in re.split("[;:]", _ADDED.sub("", op_name))

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction; its text after the opening parenthesis is the rest."""
+    """One instruction; `rest` is its text after the opening parenthesis."""
 
     computation: str
     type: str
@@ -143,7 +143,7 @@ class Program:
         return None
 
     def carries(self, loop: Instruction, path: Path) -> bool:
-        """Returns whether a loop hands on an element of what it carries unchanged."""
+        """Returns whether a loop passes an element of its carry on unchanged."""
         return _value(self.roots[loop.callee("body")], path) == path
 
     def lines(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
@@ -169,7 +169,7 @@ def maker(
 ) -> tuple[Instruction, Path]:
     """Returns the instruction that made an element of a value, and which result it is.
 
-    It is followed through tuples, and through opcodes that only move it.
+    The value is followed through tuples and opcodes that only move it.
     """
     while True:
         opcode, operands = value.opcode, value.operands

@@ -1,9 +1,9 @@
 r"""From the layout of every leaf to a few patterns, and to Python.
 
 Models repeat: `blocks/0/query/kernel`, `blocks/1/query/kernel` and so on. Paths that
-differ in one key are joined, as `(query|key|value)`, and numbers that tell no layouts
-apart become `\d+`. Each pattern is a whole path, so that a leaf which the model gets
-later is not taken for one of these.
+differ in one key are joined, as `(query|key|value)`, and numbers that do not affect the
+layout become `\d+`. Each pattern is a whole path, so it does not match leaves that a
+model gets later.
 """
 
 import json
@@ -33,8 +33,8 @@ def rules_of(leaves: Iterable[Resolution]) -> dict[str, Rule]:
 def rules_for(specs: Mapping[str, Layout | Rule | None]) -> dict[str, Rule]:
     """Returns rules that give every leaf of a tree the layout it is listed with.
 
-    Leaves with different notes have different rules; replicated ones without, none. No
-    rule matches a leaf that is listed with None.
+    Leaves with different notes get different rules; replicated leaves without a note
+    get none. No rule matches a leaf that is listed with None.
     """
     rules = {p: checked_rule(x, p) for p, x in specs.items() if x is not None}
     kinds: dict[str, Rule | None] = dict.fromkeys(specs)
@@ -53,7 +53,7 @@ def rules_for(specs: Mapping[str, Layout | Rule | None]) -> dict[str, Rule]:
 
 
 def _joined(kinds: Mapping[str, Rule | None]) -> list[tuple[Rule, str]]:
-    """Joins the paths of each kind that differ in one key or number, the last first."""
+    """Joins paths of a kind that differ in one key or number, the last key first."""
     parts = {path: re.findall("[0-9]+|/|[^0-9/]+", path) for path in kinds}
     longest = max(map(len, parts.values()), default=0)
     patterns = [
@@ -109,7 +109,7 @@ def _value_text(pattern: str, value: Any) -> str:
         return f"ml.Rule({text}, on_uneven={policy!r})" if policy else text
     if not isinstance(value, Layout):
         msg = f"rule {pattern!r} is {value!r}, a function, which cannot be written as a"
-        hint = "Pass the model, to_code(model), to write what it decides for it."
+        hint = "Pass the model, to_code(model), to write the layouts it chooses."
         raise LayoutMapError(f"{msg} layout. {hint}")
     names = {None: "None", ...: "..."}
     entries = [names.get(e) or json.dumps(e, ensure_ascii=False) for e in value.specs]

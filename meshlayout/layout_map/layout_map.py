@@ -57,9 +57,9 @@ class LayoutMap(
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
     A pattern is a regular expression that is searched for anywhere in a path
-    (`re.search`). One that equals the path of a leaf wins; otherwise two patterns that
-    match a leaf and give it different layouts are an error. A map alone places nothing:
-    pass it to `create` or `scope`. A malformed rule or option is a LayoutMapError.
+    (`re.search`). A pattern that equals the path of a leaf wins; otherwise, two
+    patterns that give a leaf different layouts are an error. A map places nothing by
+    itself: pass it to `create` or `scope`. A malformed rule is a LayoutMapError.
 
     Args:
         mesh: The mesh of all layouts.
@@ -68,7 +68,7 @@ class LayoutMap(
             `PartitionSpec`, a `NamedSharding`, a function
             `(path, shape, dtype) -> spec or None`, or a `Rule`.
         default: The layout of leaves that no pattern matches and whose metadata names
-            no known axis; replicated if None.
+            no known axis. If None, they are replicated.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
         unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
             sharded and are never an error.
@@ -78,8 +78,8 @@ class LayoutMap(
         unused: What `create` and `scope` do about a rule that matches no path:
             `"warn"`, `"error"`, or `"ignore"` if it is for activations.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
-            partitioning metadata that no pattern matches; a mapping, or pairs in order
-            of preference: the next one of a name counts if the first axis is taken.
+            partitioning metadata that no pattern matches: a mapping, or pairs in order
+            of preference, of which the next applies if an axis is taken.
 
     Examples:
         >>> import meshlayout as ml
@@ -169,7 +169,7 @@ class LayoutMap(
     def __or__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
         """Returns a map with more rules, which replace those of equal patterns.
 
-        Rules of your own win over those that a function of `meshlayout.parallel` made.
+        Your own rules win over those that a function of `meshlayout.parallel` made.
         """
         if not isinstance(rules, Mapping):
             return NotImplemented
@@ -184,22 +184,22 @@ class LayoutMap(
     def match(
         self, path: str, shape: Iterable[int], dtype: DTypeLike
     ) -> Resolution | None:
-        """Resolves a leaf, or activation, by the rules alone; None if none matches."""
+        """Resolves a leaf or activation by rules alone; None if no rule matches."""
         return self._resolver().by_rules(path, tuple(shape), dtype)
 
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
         Use this to see or test layouts before anything is created. Rules that disagree
-        and layouts that do not fit are a LayoutMapError, with `unmatched="error"` also
-        leaves that nothing matches.
+        and layouts that do not fit raise a LayoutMapError; so do leaves without a rule
+        if `unmatched="error"`.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree; leaves may be abstract. Layouts of a module are an `nnx.State`.
-            params: The parameters of an optimizer state that the tree lacks. Slots take
-                the layouts of parameters by the end of their path, unless a rule
-                matches the path of a slot and of no parameter.
+            params: The parameters, if the tree is an optimizer state without them. A
+                slot takes the layout of the parameter whose path ends its own, unless a
+                rule matches slots and no parameter.
         """
         if hasattr(tree, "resolve_layouts"):  # a TrainState knows its parameters
             return tree.resolve_layouts(self)
@@ -223,17 +223,17 @@ class LayoutMap(
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
-        It has every leaf with its layout, rule and bytes per device, and names rules
-        that match nothing. Arguments and errors are those of `resolve`.
+        It lists every leaf with its layout, rule and bytes per device, and names the
+        rules that match nothing. Arguments and errors are those of `resolve`.
         """
         return self._explain_resolved(self.resolve(tree, params=params))
 
     def to_code(self, tree: PyTree = None) -> str:
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
-        Use this to keep the result of a ready-made rule, or to start from it. Notes of
-        rules are comments. A rule or default that is a function needs the tree, for
-        whose leaves patterns take its place.
+        Use this to keep or edit the result of a ready-made rule. Notes become comments.
+        A rule or default that is a function needs the tree: patterns for its leaves
+        take the function's place.
 
         Examples:
             >>> import meshlayout as ml
@@ -260,7 +260,7 @@ class LayoutMap(
             options.pop(name, None)
         leaves = self.resolve(tree).resolutions
         rules: dict[str, Any] = {**rules_of(leaves)}
-        # Resolved again, for leaves whose own metadata would now win.
+        # Resolved again, as leaves' own metadata might now win.
         again = LayoutMap(self.mesh, rules, **options).resolve(tree)
         for before, after in zip(leaves, again.resolutions, strict=True):
             if before.layout != after.layout:
@@ -348,9 +348,8 @@ def _value_text(value: Any) -> str:
     return str(value) if isinstance(value, Layout) else repr(value)
 
 
-# Activations. A model calls `constrain` by name and knows no map; whoever traces the
-# model activates one. JAX must not reuse a function traced under another map, so the
-# active map is part of the keys of its compilation caches, as a snapshot.
+# Activations. A model calls `constrain` by name, and whoever traces it activates a map.
+# A snapshot of that is part of the keys of JAX's compilation caches.
 
 _active_map = jax.make_user_context(None)
 

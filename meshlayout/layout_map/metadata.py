@@ -1,7 +1,7 @@
-"""Layouts that a parameter itself carries: the axis names of Flax's metadata.
+"""Layouts that parameters carry themselves: the axis names in Flax's metadata.
 
-Flax itself says what they mean, so that a model written for `nn.logical_axis_rules`
-gets the same layouts.
+Flax interprets them, so that a model written for `nn.logical_axis_rules` gets the same
+layouts.
 """
 
 import difflib
@@ -46,7 +46,7 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
     for name, meant in rules:
         for axis in jax.tree.leaves(meant):
             if axis not in mesh:
-                msg = f"logical_axes maps {name!r} to {axis!r}, which is no axis of "
+                msg = f"logical_axes maps {name!r} to {axis!r}, not an axis of "
                 near = did_you_mean(axis, mesh.axis_names)
                 raise LayoutMapError(f"{msg}{mesh!r}.{near}")
     return rules
@@ -55,12 +55,12 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
 def logical_layout(
     box: Box, map_rules: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, str | None, bool]:
-    """Returns the layout that axis names mean, a note, and whether any name is known.
+    """Returns the layout of axis names, a note, and whether any name is known.
 
     The rules are those of the map, of the leaf and of Flax, in this order. A name
     without a rule is unsharded, unless it is a mesh axis and Flax reads it as one (in
     `nn.with_partitioning` and NNX, but not in `nn.with_logical_partitioning`). The note
-    names those that did not get what their first rule says.
+    lists names that did not get their first rule's axis.
     """
     if isinstance(box, nnx.Variable):
         local = box.get_metadata().get("sharding_rules")

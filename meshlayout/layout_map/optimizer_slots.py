@@ -1,8 +1,8 @@
 """Optimizer states: every slot takes the layout of the parameter it belongs to.
 
 A slot's path ends with that of its parameter: `opt_state/0/mu/encoder/kernel` belongs
-to `params/encoder/kernel`. The longest common end wins, among parameters from whose
-shape that of the slot follows.
+to `params/encoder/kernel`. The longest common end wins, among parameters whose shape
+explains the slot's.
 """
 
 import itertools
@@ -42,8 +42,8 @@ def find_slots(
 ) -> list[OptimizerSlot | None]:
     """Returns the parameter, if any, to which each leaf of an optimizer state belongs.
 
-    Of several parameters with the same end, that of `params` or `model` is taken, or
-    the one whose name is part of the state's, as `gen` is of `gen_opt`; else the first.
+    Of several parameters with the same end, the one under `params` or `model` is taken,
+    or the one whose name is part of the state's (`gen` of `gen_opt`), or the first.
     """
     by_end: dict[str, list[int]] = {}
     for index, param in enumerate(params):
@@ -87,8 +87,7 @@ def _dims_of(
         if tuple(whole[dim] for dim in dims) == shape
     ]
     if not {"v_row", "v_col"}.isdisjoint(above) and extra == -1:
-        # Optax's rule (scale_by_factored_rms): of the two largest dims, the rows
-        # drop the largest and the columns the second.
+        # Optax (scale_by_factored_rms): rows drop the largest dim, columns the second.
         dropped = np.argsort(whole)[-1 if "v_row" in above else -2]
         ways = [dims for dims in ways if dropped not in dims]
     return ways[0] if len(ways) == 1 else None
@@ -97,7 +96,7 @@ def _dims_of(
 def state_indices(tree: PyTree) -> set[int]:
     """Returns the indices of the leaves of a tree that are inside of optimizer states.
 
-    By Optax's types, or the name `opt_state`: in an NNX state, dicts replace the types.
+    They are found by Optax's types or the name `opt_state`, as NNX states have dicts.
     """
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)

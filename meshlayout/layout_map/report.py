@@ -1,8 +1,8 @@
 """The decision for each leaf, as plain values; the report and the lock text of a tree.
 
-A map says where arrays should be. Existing arrays may be elsewhere: a parameter placed
-by its own metadata loses that metadata once it is a plain array. So the report, its
-bytes and the lock show where concrete arrays are; `Resolved.layouts` is the map's.
+A map says where arrays should be, but existing arrays may be elsewhere: a parameter
+that was placed by its metadata loses that as a plain array. So the report, its bytes
+and the lock show where concrete arrays are; `Resolved.layouts` is the map's.
 """
 
 import difflib
@@ -31,13 +31,13 @@ class Resolution:
     """The layout of one leaf, and why.
 
     Attributes:
-        path, shape, dtype: Those of the leaf, whole.
+        path, shape, dtype: Those of the whole leaf.
         layout: The layout that the map gives it.
         rule: The pattern that decided, as the user wrote it, or None.
         reason: The reason for this layout, as a phrase.
-        fallback: What could not be followed, such as a dim that does not divide.
+        fallback: What could not be applied, such as a dim that does not divide.
         note: The note of the rule, or a disagreement that is not an error.
-        placed: The layout of an array on the mesh of the map, if it has another one.
+        placed: The actual layout of an array on the map's mesh, if it differs.
         axes: The axis names in Flax's metadata.
     """
 
@@ -54,12 +54,12 @@ class Resolution:
 
     @property
     def current_layout(self) -> Layout:
-        """The layout of a concrete array, or else the layout that the map gives."""
+        """The layout of a concrete array, otherwise the layout that the map gives."""
         return self.placed or self.layout
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf: what each device would hold if replicated."""
+        """Bytes of the whole leaf, as each device would hold if it were replicated."""
         return math.prod(self.shape) * _jax.itemsize(self.dtype)
 
     @property
@@ -125,13 +125,13 @@ class Resolved:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Resolved):
-    """How a layout map applies to a tree; text by `str` or `print`, HTML in notebooks.
+    """How a layout map applies to a tree: text if printed, HTML in notebooks.
 
-    A row stands for all leaves that differ only in the numbers in their paths.
+    One row stands for all leaves whose paths differ only in numbers.
 
     Attributes:
         dead_rules: Patterns that match nothing, with the paths that they almost match.
-        shadowed_rules: Patterns that match leaves but decide none, with what wins.
+        shadowed_rules: Patterns that match leaves but decide none, with the winners.
         sends: Bytes that all-reduces send in one step because of a rule, by pattern, if
             a program was traced.
     """
@@ -226,7 +226,7 @@ def _placed_text(x: Resolution) -> str | None:
 
 
 def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
-    """Yields texts about leaves, one line for all leaves that have the same."""
+    """Yields texts about leaves, with one line for all leaves that share a text."""
     by_text: dict[tuple[str, str], list[str]] = {}
     for path, text in pairs:
         if text is not None:
@@ -243,7 +243,7 @@ def folded(path: str) -> str:
 
 def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     """Returns up to three paths whose last keys a pattern almost matches."""
-    # What a regular expression says literally, with everything else as a separator.
+    # The literal parts of a regular expression; everything else separates them.
     letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
     num_keys = letters.count("/") + 1
     ends = {"/".join(path.lower().split("/")[-num_keys:]): path for path in paths}

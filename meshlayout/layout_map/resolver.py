@@ -90,8 +90,7 @@ class Resolver:
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
         """Resolves an optimizer state, whose parameters are resolved as `owners`."""
-        # A rule that matches any parameter is not a rule for slots: it would match
-        # their paths only because names coincide.
+        # Rules that match a parameter are not meant for slots, whose paths end alike.
         paths = [owner.path for owner in owners if owner is not None]
         for_params = {rule for path in paths for rule in self.matching(path)}
 
@@ -116,7 +115,7 @@ class Resolver:
     def opinion(
         self, path: str, shape: tuple[int, ...], dtype: DType, layout: Layout
     ) -> Resolution | None:
-        """Returns what rules or default say of an array that has a layout, if any."""
+        """Returns what rules or the default say about an array that has a layout."""
         array = _Array(path, shape, dtype)
         by_rules = self._by_rules(array, self._deciding(path), layout)
         return by_rules or self._by_rules(array, self._default, layout)
@@ -146,7 +145,7 @@ class Resolver:
         axes = tuple(jax.tree.leaves(logical_axes(leaf.box)))
         note = resolution.note
         if placed and self._options.logical_axes and not axes:
-            note = note or "plain arrays have lost names of axes: explain the state"
+            note = note or "plain arrays have lost their axis names: explain the state"
         return replace(resolution, path=leaf.path, placed=placed, axes=axes, note=note)
 
     def _by_rules(
@@ -235,8 +234,7 @@ class Resolver:
                 return None
         try:
             layout = parse_spec(rule.layout, self._options.mesh)
-            # A pattern for arrays may also match a scalar, such as a step number,
-            # which it does not mean.
+            # A pattern for arrays may happen to match a scalar, such as a step number.
             is_pattern = function is None and parsed.pattern != array.path
             if is_pattern and not array.shape and {*layout.specs} - {...}:
                 return None
@@ -249,7 +247,7 @@ class Resolver:
     def _fitting(
         self, array: _Array, layout: Layout, policy: OnUneven, source: str
     ) -> tuple[Layout, str | None]:
-        """Returns the layout that fits the shape, and the dims that it gave up."""
+        """Returns a layout that fits the shape, and the dims left unsharded for it."""
         misfits = layout.misfits(array.shape)
         if misfits and policy == "error":
             fact, fix = misfits[0].fact, misfits[0].fix.removesuffix(".")

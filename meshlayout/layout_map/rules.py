@@ -40,11 +40,11 @@ class Rule:
         layout: A `Layout`, a spec (tuple, list or `PartitionSpec`) or a function
             `(path, shape, dtype) -> layout or spec or None`.
         on_uneven: What to do with a dim that does not divide: `"error"`, or
-            `"replicate"` to leave that dim unsharded; None follows the map.
+            `"replicate"` to leave that dim unsharded. None uses the map's policy.
         note: Why, in one sentence, for `explain` and `to_code`.
         sends: Bytes that all-reduces send in one step because of this rule, if known.
-        is_generated: Whether a function of `meshlayout.parallel` made this rule: one of
-            your own that matches the same leaf then wins.
+        is_generated: Whether a function of `meshlayout.parallel` made this rule. Your
+            own rules for the same leaf then win.
     """
 
     layout: LayoutLike | LayoutFunction
@@ -94,7 +94,7 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
 
 
 def checked_rule(value: Any, where: str) -> Rule:
-    """Returns a value as a `Rule`; raises LayoutMapError if its options are wrong."""
+    """Returns a value as a `Rule`; raises LayoutMapError for a wrong option."""
     rule = value if isinstance(value, Rule) else Rule(value)
     if rule.on_uneven is not None:
         context = _checks.Context(where=where, error=LayoutMapError)
