@@ -39,9 +39,8 @@ class ReduceOp(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> "ReduceOp":
         name = value.upper() if isinstance(value, str) else value
-        names = list(cls.__members__)
         hint = "Did you mean 'MEAN'?" * str(name).startswith("AV")  # of torch, NCCL
-        error = StrategyError
+        names, error = [*cls.__members__], StrategyError
         return cls[_checks.choice("reduce_op", name, names, error=error, hint=hint)]
 
 

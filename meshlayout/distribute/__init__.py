@@ -1,7 +1,7 @@
 """tf.distribute's strategies: a function that runs once per replica.
 
-For code written per replica, such as code from TensorFlow. A strategy is a mesh, a
-layout map that makes everything whole on each device, and `run`.
+Use them for code written per replica, such as code from TensorFlow. A strategy is a
+mesh, a layout map that replicates everything, and `run`.
 """
 
 import typing

@@ -28,7 +28,7 @@ def _is_leaf(kind: type) -> bool:
 
 @functools.cache
 def _is_fixed(kind: type) -> bool:
-    """Returns whether values of this type stay what they are: bools, NNX objects."""
+    """Returns whether values of this type are not converted: bools, NNX objects."""
     is_object = issubclass(kind, nnx.Pytree | nnx.Variable)
     return kind is bool or (is_object and not issubclass(kind, nnx.State))
 
@@ -95,7 +95,7 @@ class Arguments:
     def _placed(self, x: Any) -> Any:
         """Returns an array or number that is the same for all replicas."""
         if isinstance(x, jax.Array):
-            # It may have been placed elsewhere, as another strategy's.
+            # It may be placed elsewhere, such as on another strategy's devices.
             is_placed = not isinstance(x, Tracer) and _jax.is_committed(x)
             if is_placed and not x.sharding.is_fully_replicated:
                 msg = "run: every replica would get all rows of an array in shards."

@@ -1,8 +1,8 @@
-"""The roots of a function: by which names it reaches objects, and whether they changed.
+"""The roots of a function: the names by which it reaches objects, and their changes.
 
 Before each call, closure cells, globals that the code names, attributes of `self` and
-arguments are looked up again, and compared by identity: a name that is bound to another
-model means that model. Which Variables a function uses its first trace tells.
+arguments are looked up again and compared by identity: a name bound to another model
+now means that model. The first trace shows which Variables a function uses.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class Roots:
 
     @contextlib.contextmanager
     def refuse_changes(self, name: str) -> Iterator[None]:
-        """Raises StrategyError if the block, a call, adds to a list, or counts."""
+        """Raises StrategyError if the call inside appends to a list or counts."""
         containers = [x for x in self._entries if isinstance(x.value, (list, dict))]
         copies, bound = [entry.value.copy() for entry in containers], self._bound()
         yield
@@ -107,7 +107,7 @@ class Roots:
             raise StrategyError(f"{msg} an nnx.Variable.")
 
     def _bound(self) -> dict[tuple[int, str], Any]:
-        """Returns what names and attributes are bound to now."""
+        """Returns the current values of names and attributes."""
         return {
             (x.parent, x.path): x.value
             for index, entry in enumerate(self._entries)
@@ -154,7 +154,7 @@ class Roots:
             self._rows.append(row)
 
     def difference(self, fn: Any, objects: Sequence[Any]) -> str | None:
-        """Returns the name of the first root that is another one, or None."""
+        """Returns the name of the first root that has changed, or None."""
         values: list[Any] = [(fn, *objects)]
         for parent, get, key, token, expected, path in self._rows[1:]:
             try:
@@ -173,7 +173,7 @@ class Roots:
 
 
 def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
-    """Yields what a value leads to, and adds to the names that code has."""
+    """Yields the parts of a value, and adds to the names in code."""
     value, path, are_named = entry.value, entry.path, entry.is_named
     found: list[tuple[Any, Any, str]] = []
     if isinstance(value, (*_NUMBERS, type(None), jax.Array, np.ndarray)):
@@ -211,7 +211,7 @@ def _parts(index: int, entry: _Entry, names: set[str]) -> Iterator[_Entry]:
 
 @functools.cache
 def _names(code: types.CodeType) -> dict[str, bool]:
-    """Returns the names in code, and which are of globals, not only of attributes."""
+    """Returns the names in code, and those that are globals, not only attributes."""
     loads = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
     names = {name: name in loads for name in code.co_names}
     for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):

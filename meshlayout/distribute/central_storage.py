@@ -19,8 +19,8 @@ from meshlayout.layout import Layout
 class CentralStorageStrategy(MirroredStrategy):
     """Keeps variables in the host's memory, with a replica on each of its devices.
 
-    Use this if several models take turns on the devices. Each program moves what it
-    uses to the devices when it begins, and moves back what it changed when it ends.
+    Use this if several models take turns on the devices. Each program moves the
+    variables that it uses to the devices first, and moves changed ones back at the end.
 
     A stack of blocks made as `nnx.Param(stack, streamed=True)` stays on the host: the
     model moves each block, in the body of its scan, by
@@ -50,7 +50,7 @@ class CentralStorageStrategy(MirroredStrategy):
             kind = self.mesh.platform.upper()
             msg = "CentralStorageStrategy keeps variables in pinned_host memory, which "
             msg += f"programs on {kind} devices cannot use with jax {jax.__version__}: "
-            msg += "that takes jax 0.8 or newer. Use MirroredStrategy."
+            msg += "it needs jax 0.8 or newer. Use MirroredStrategy."
             raise StrategyError(msg)
         _reads.__enter__()  # for good: the garbage collector must not wait for a lock
 
@@ -76,12 +76,12 @@ def _fetching(read: Any) -> Any:
     @functools.wraps(get)
     def replacement(self: Any, **options: Any) -> Any:
         value = get(self, **options)
-        # In `run`, what a program is to move has been moved.
+        # In `run`, the program has moved its variables.
         return value if current.get() is not None else jax.tree.map(put, value)
 
     return property(replacement, read.fset) if get is not read else replacement
 
 
-# Once there is such a strategy. The method is a property in flax 0.11.
+# Only once such a strategy exists. The method is a property in flax 0.11.
 _READ = "get_value" if hasattr(nnx.Variable, "get_value") else "value"
 _reads = SharedPatches((nnx.Variable, _READ, _fetching))

@@ -1,9 +1,9 @@
 """A strategy's datasets and values: `PerReplica` leaves, from sources and functions.
 
-The pipeline is `meshlayout.data`'s. What differs is what a batch is: a tree of exactly
-the source's structure, as in tf.distribute, so that padding is marked in the leaves
-and not by a weight beside them. Only a batch that has padding carries a mask; then it
-does on all processes, since a mask is part of the program that takes the batch.
+The pipeline is that of `meshlayout.data`, but a batch has exactly the structure of the
+source, as in tf.distribute: padding is marked in the leaves, not by an extra weight.
+Only a batch with padding carries a mask, and then on all processes, since the mask is
+part of the program that takes the batch.
 """
 
 import functools
@@ -51,7 +51,7 @@ def distribute_dataset(
     if isinstance(source, DistributedDataset) and source.weights is not None:
         msg = "the source is a dataset whose batches are padded and carry weights "
         msg += f"already ({source.weights!r}), so that padding would count as examples"
-        raise StrategyError(f"{msg}. Give the source that it was made of.")
+        raise StrategyError(f"{msg}. Give the original source.")
     size = functools.partial(_batch_size, mesh.size, options.get("per_process"))
     return distributed(DataPlan, lambda: source, mesh, options, batch_size_of=size)
 
@@ -77,7 +77,7 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
         if not isinstance(leaf, jax.Array):  # strings, which stay on the host
             parts = [] if mask is None else [x.data for x in sorted_shards(mask)]
             return leaf[np.concatenate(parts) > 0] if parts else leaf
-        # A source that yields batches on devices may have laid them out differently.
+        # A source may yield batches on devices in another layout.
         own = jax.device_put(leaf, replica_layout(mesh, leaf.ndim).sharding)
         return own if mesh.size == 1 else PerReplica(own, mask, num_replicas=mesh.size)
 
@@ -85,7 +85,7 @@ def _assembled(mesh: Mesh, tree: PyTree, mask: jax.Array | None) -> Batch:
 
 
 class ValueContext(NamedTuple):
-    """Which replica a value is for."""
+    """The replica that a value is for."""
 
     replica_id_in_sync_group: int = 0  # from 0
     num_replicas_in_sync: int = 1

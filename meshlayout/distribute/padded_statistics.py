@@ -1,8 +1,8 @@
 """Flax's batch statistics and metrics, over all replicas and without padding.
 
-BatchNorm and the metrics of NNX know of no replica context, and would count padding
-without a word. So they are given the mask, while a function is traced. (With an
-`axis_name`, BatchNorm takes the mean of the replicas' means, of however many rows.)
+BatchNorm and the metrics of NNX know no replica context, and would silently count
+padding. So they get the mask while a function is traced. (With an `axis_name`,
+BatchNorm averages the replicas' means, whatever their numbers of rows.)
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from meshlayout.step.model_call import ModuleCall, intercepting, weight_mask
 
 @contextlib.contextmanager
 def padding_left_out() -> Iterator[None]:
-    """Leaves padding out of what is updated inside, in a context of a replica."""
-    # Linen calls back for any module's calls; NNX has nothing of the kind.
+    """Excludes padding from statistics updated inside, in a replica context."""
+    # Linen has interceptors for module calls; NNX does not.
     masks = () if _mask() is None else (weight_mask(_mask()),)
     with _patches, intercepting(nn.Module(), masks):
         yield
@@ -89,8 +89,7 @@ def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
     return values, jnp.broadcast_to(weights, values.shape)
 
 
-# If Flax renames one of these, padding counts, and tests/test_distribute_padding.py
-# notices.
+# If Flax renames one, padding counts: tests/test_distribute_padding.py notices.
 _patches = SharedPatches(
     (nnx.BatchNorm, "__call__", lambda call: partialmethod(_normalized, call)),
     (nnx.metrics.Average, "update", lambda call: partialmethod(_averaged, call)),

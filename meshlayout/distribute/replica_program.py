@@ -1,11 +1,11 @@
 """A function per replica, compiled as one program for all of them.
 
 The function is traced twice. The first trace is under `jax.vmap` over the replicas,
-whose batching rules know of every operation what differs between them: which Variables
-would, which gradients still have to be added up, which results are the same everywhere.
-The second one is compiled, under `jax.shard_map`, with the Variables that change as the
-state of a `compile_step`. (Compiled, `vmap` would gather whole batches, and the types
-of `shard_map` refuse scans whose carry starts as a constant, as in recurrent layers.)
+whose batching rules tell what differs between replicas: which Variables, which
+gradients that must still be summed, and which results are equal everywhere. The second
+one is compiled under `jax.shard_map`, with the Variables that change as the state of a
+`compile_step`. (Compiled, `vmap` would gather whole batches, and the types of
+`shard_map` refuse scans whose carry starts as a constant, as in recurrent layers.)
 """
 
 import collections
@@ -61,7 +61,7 @@ _phases = itertools.count()
 class ReplicaProgram:
     """A function, compiled for the replicas of a strategy and one signature.
 
-    It calls `gone` when an object that it is for is gone.
+    It calls `gone` when one of its objects is deleted.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ReplicaProgram:
         self._step.warns_of_padding = False  # the mask of a replica's rows does
 
     def _examine(self, fn: Any, arguments: Arguments) -> None:
-        """Traces the function under `jax.vmap` over the replicas, for what it does.
+        """Traces the function under `jax.vmap` over the replicas, to see what it does.
 
-        A batch with padding gets twice its rows, so that the second trace, which has as
-        many as there are, shows which results have one value for each.
+        A batch with padding gets twice its rows, so that comparison with the second
+        trace shows which results have one value per row.
         """
         count, has_mask = self._count, arguments.mask is not None
 
@@ -140,7 +140,7 @@ class ReplicaProgram:
             raise
 
     def _placeholder(self, variable: Variable) -> Any:
-        """Returns a traced value: Python must not compute with the numbers of today."""
+        """Returns a traced value: Python must not compute with current values."""
         mesh = self._strategy.mesh
 
         def value(x: Leaf) -> Any:
@@ -157,7 +157,7 @@ class ReplicaProgram:
     def _read(
         self, arguments: Arguments, inputs: list[Any], trace: ReplicaTrace, result: Any
     ) -> None:
-        """Reads a first trace, inside of it; refuses what replicas cannot do."""
+        """Reads a first trace from inside, and refuses what replicas cannot do."""
         mask, self._changed = trace.context.mask, trace.changed()
         self._rows = rows = 0 if mask is None else mask.shape[0]
         ids = {*map(id, self._changed)}
@@ -202,10 +202,10 @@ class ReplicaProgram:
             raise StrategyError(msg)
 
     def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
-        """Refuses a state of Linen that is returned with changes that differ.
+        """Refuses a Linen state that is returned with differing changes.
 
-        It is a state if it has the structure of an argument, and something was added to
-        a leaf of that. Gradients, to which nothing was added, may differ.
+        A result is a state if it has an argument's structure and something was added to
+        one of its leaves. Gradients, to which nothing was added, may differ.
         """
         args, kwargs = call
         parts = [result, *jax.tree.leaves(result, is_leaf=lambda x: x is not result)]
@@ -238,8 +238,8 @@ class ReplicaProgram:
         mask = arrays[-1] if arguments.mask is not None else None
         axis = REPLICA_AXIS if self._count > 1 else None
         context = ReplicaContext(self._strategy, axis, self._count, mask)
-        # Functions that are jitted inside are traced anew: what they ask of the context
-        # belongs to this trace.
+        # Jitted functions inside are traced anew, since they may read this trace's
+        # context.
         with (
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
@@ -333,7 +333,7 @@ class ReplicaProgram:
     def _place(self) -> None:
         """Places the Variables on the devices of all replicas.
 
-        What several of them hold is copied: a program uses up the arrays it changes.
+        Arrays that several share are copied: a program donates the arrays it changes.
         """
         seen: dict[int, Any] = {}
         for variable in (*self._others, *self._changed):
@@ -350,7 +350,7 @@ class ReplicaProgram:
         self._rest = tuple(map(raw_value, self._others))
 
     def lowered(self, fn: Any, arguments: Arguments) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the compiled step and its inputs, for a look at the program alone."""
+        """Returns the compiled step and its inputs, to inspect the program."""
         self._call = fn, arguments
         self._place()
         return self._step, (self._state, self._rest, arguments.arrays)
@@ -366,7 +366,7 @@ class ReplicaProgram:
                 msg += " jit, or pass the objects through nnx.jit as arguments."
                 raise StrategyError(msg)
             self._place()
-        # A program does not keep its function alive; JAX may have to trace it anew.
+        # A program does not keep its function alive, so JAX may have to retrace it.
         self._call = fn, arguments
         try:
             self._state, out = self._step(self._state, self._rest, arguments.arrays)
@@ -383,7 +383,7 @@ class ReplicaProgram:
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    # Of what a trace makes, most stays: collecting is a tenth of a first call's time.
+    # Most of a trace's objects stay: collecting takes a tenth of a first call.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -413,9 +413,9 @@ def _flattened(name: str, result: PyTree) -> tuple[list[jax.Array], Any]:
 
 
 class ProgramCache:
-    """The programs of a strategy; those not called for the longest time are dropped.
+    """The programs of a strategy; the least recently called are dropped.
 
-    A function that is defined anew with the same code is found again.
+    A function that is redefined with the same code reuses its program.
     """
 
     def __init__(self, strategy: Any) -> None:

@@ -53,13 +53,13 @@ _trace_slot, _state_trace_slot = vars(nnx.Variable)[TRACE], vars(PytreeState)[TR
 
 
 class MarksNeeded(BaseException):
-    """A first trace without marks has come to where they are needed."""
+    """A first trace without marks has reached a point that needs them."""
 
 
 class ReplicaTrace:
-    """What one replica sees and sets in a trace; a context that watches this thread.
+    """What one replica reads and sets in a trace; a context that watches this thread.
 
-    The first trace has `path_of`, for messages, and `marks`, if it begins anew; the
+    The first trace has `path_of` for messages, and `marks` if it was restarted; the
     second one repeats the first one's `decisions`.
     """
 
@@ -78,14 +78,14 @@ class ReplicaTrace:
         self._level, self._trace = tracers.TraceState(), _jax.current_trace()
         # What the objects belong to that are made in this trace, by id.
         self._levels: dict[int, Any] = {}
-        # By id, what is from outside: Variables that were read or set, with the values
-        # that they had at first; the values that they have now; modules of which an
-        # attribute was read or set, with their attributes at first, also to compare.
+        # By id: Variables from outside that were read or set, with their first values;
+        # their current values; modules whose attributes were used, with the first
+        # attributes.
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
-        # By the id of a value: the value, and the ids of what is a term of it; and
-        # COMBINED, if it is the result of a collective, or that times a number.
+        # By the id of a value: the value, and the ids of its terms, or COMBINED if it
+        # is (a multiple of) a collective's result.
         self._terms: dict[int, tuple[Any, frozenset[Any]]] = {}
         # The ids of Variables whose old values are marked.
         self._added_up: set[int] = set()
@@ -101,7 +101,7 @@ class ReplicaTrace:
             vars(node).update(before)
 
     def meet(self, node: Any) -> None:
-        """Notes a module from outside, whose attributes are put back and compared."""
+        """Notes a module from outside, whose attributes are restored and compared."""
         if id(node) not in self.nodes:
             live = object.__getattribute__(node, "__dict__")
             state = live.get(STATE)
@@ -141,7 +141,7 @@ class ReplicaTrace:
         return self.values[key]
 
     def set(self, variable: Variable, _: object, value: Leaf) -> None:
-        """Sets the value of a Variable in the trace, of what the replica writes."""
+        """Sets the value of a Variable in the trace to what the replica writes."""
         if self._is_made(variable, _trace_slot):
             set_raw_value(variable, value)
             return
@@ -156,7 +156,7 @@ class ReplicaTrace:
         self.values[id(variable)] = value
 
     def changed(self) -> list[Variable]:
-        """Returns the Variables whose values are others than when they entered."""
+        """Returns the Variables whose values have changed since they entered."""
 
         def is_changed(variable: Variable, before: Leaf) -> bool:
             old, structure = jax.tree.flatten(before)
@@ -178,7 +178,7 @@ class ReplicaTrace:
         slot.__set__(holder, level)
 
     def _is_made(self, holder: Box, slot: Any) -> bool:
-        """Returns whether an object was made in this trace, or still is made."""
+        """Returns whether an object was, or is being, made in this trace."""
         try:
             return id(slot.__get__(holder)) in self._levels
         except AttributeError:
@@ -205,7 +205,7 @@ class ReplicaTrace:
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
     def mark(self, mark: str, value: PyTree, term: Any) -> PyTree:
-        """Returns a value with a mark, which its derivatives do not have; notes it."""
+        """Returns a value with a mark, which its derivatives lack, and notes it."""
         axis = self._marks.get(mark)
 
         def add(x: Leaf) -> Any:
@@ -229,7 +229,7 @@ class ReplicaTrace:
         return is_known or self._is_marked(COMBINED, value)
 
     def _decide(self, choice: Callable[[], Any]) -> Any:
-        """Decides in the first trace, and repeats that in the second."""
+        """Decides in the first trace, and repeats the decision in the second."""
         earlier = self._earlier
         self.decisions.append(choice() if earlier is None else next(earlier, None))
         return self.decisions[-1]
@@ -253,7 +253,7 @@ class ReplicaTrace:
             return self.context.combine(ReduceOp.SUM, x)
 
     def _followed(self, variable: Variable, value: Any) -> Any:
-        """Marks a value that is added up, to see what is computed from it."""
+        """Marks a value that is summed, to see what is computed from it."""
         if self._earlier is None and aggregation(variable) in ("sum", "metric"):
             self._added_up.add(id(variable))
             value = jax.tree.map(jnp.asarray, value)
@@ -396,9 +396,8 @@ _CONVERTS: Any = jax.lax.convert_element_type_p
 _levels = _watched(ReplicaTrace.level, ReplicaTrace.set_level)
 _set_value = [(nnx.Variable, "set_value", _setting)] if VALUE == "_raw_value" else []
 # Optimizers have no hook between gradients and update. If Flax renames the method,
-# variables differ between replicas, which is an error, and nearly every test in
-# tests/test_distribute.py fails. The operators are those of `variable += x` (and of
-# `variable[...]` in flax 0.11).
+# nearly every test in tests/test_distribute.py fails. The operators are those of
+# `variable += x` (and of `variable[...]` in flax 0.11).
 patches = SharedPatches(
     (nnx.Variable, VALUE, _watched(ReplicaTrace.read, ReplicaTrace.set)),
     (nnx.Variable, TRACE, _levels),

@@ -1,7 +1,7 @@
 """Strategies: a mesh, a layout map, and a way to call a function on each replica.
 
-Replicas are the devices of a mesh with one axis, which also shards batches. Whatever is
-made in a strategy's scope is whole on each of them. Strategies differ in their devices.
+Replicas are the devices of a mesh with one axis, which also shards batches. What is
+made in a strategy's scope is whole on each. Strategies differ in their devices.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
 
 _ONE = "For one argument, write args=(x,)."
 
-# Threads that train one model come one after another, or updates would be lost.
+# Threads that train one model take turns, or updates would be lost.
 _lock = threading.RLock()
 
 
@@ -52,13 +52,13 @@ _lock = threading.RLock()
 class Strategy(_checks.WithReflexes):
     """The base class of all strategies, which say how a program is distributed.
 
-    Names and meaning are those of tf.distribute. Use one of its subclasses.
+    Names and meanings are those of tf.distribute. Use one of the subclasses.
 
     Args:
-        mesh: A mesh with one axis, called batch; its devices are the replicas.
+        mesh: A mesh with one axis, `batch`, whose devices are the replicas.
 
     Attributes:
-        cluster_resolver: The processes of a strategy for several; else None.
+        cluster_resolver: The processes of a multi-process strategy; otherwise None.
 
     Examples:
         >>> import meshlayout as ml
@@ -84,7 +84,7 @@ class Strategy(_checks.WithReflexes):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas whose gradients are added up."""
+        """The number of replicas whose gradients are summed."""
         return self.mesh.size
 
     @property
@@ -100,16 +100,16 @@ class Strategy(_checks.WithReflexes):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator["Strategy"]:
-        """Makes this the current strategy; what is made inside is mirrored.
+        """Makes this the current strategy; objects made inside are mirrored.
 
-        Make NNX models, optimizers and Linen's variables in the scope. Metrics and
+        Create NNX models, optimizers and Linen's variables in the scope. Metrics and
         single Variables are copied when they are first used. In a scope, the strategy's
-        mesh is the default mesh. Scopes cannot be nested.
+        mesh is the current mesh. Scopes cannot be nested.
         """
         if (outer := _current.get()) is not None:
             msg = f"{self!r}: its scope was opened inside that of {outer!r}, or of its "
             raise StrategyError(f"{msg}run. Scopes cannot be nested: leave that first.")
-        # What steps are given, as a TrainState, is on the devices.
+        # Arguments of steps, such as a TrainState, are on the devices.
         with scope(self.layouts), activate(LayoutMap(self.mesh)), self._inside():
             yield self
 
@@ -123,27 +123,27 @@ class Strategy(_checks.WithReflexes):
         """Calls a function once on each replica.
 
         The function is compiled as one program for all replicas, once per set of
-        shapes, and its Python code runs only then. It may take NNX objects as arguments
-        or from outside. Replicas must give a Variable the same value, unless it says
-        how to combine theirs: `nnx.Variable(x, aggregation="sum")` adds them up,
-        `"mean"` averages, `"first"` takes replica 0's, `"per_replica"` keeps all.
-        Metrics, batch statistics, and gradients in `nnx.Optimizer.update` are combined
-        automatically. Random streams differ between replicas.
+        shapes, and its Python code runs only then. It may use NNX objects from
+        arguments or from outside. Replicas must give a Variable the same value, unless
+        it says how to combine their values: `nnx.Variable(x, aggregation="sum")` adds
+        them, `"mean"` averages them, `"first"` takes replica 0's, `"per_replica"` keeps
+        all. Metrics, batch statistics, and gradients in `nnx.Optimizer.update` are
+        combined automatically. Random streams differ between replicas.
 
         Args:
-            fn: The function; `get_replica_context()` in it says which replica runs.
+            fn: The function; inside, `get_replica_context()` tells which replica runs.
             args: Its arguments. Each replica gets its own value of a `PerReplica`; any
                 other array or number is the same for all. A bool stays a Python bool.
             kwargs: Its arguments by name.
             options: None; TensorFlow's RunOptions have no meaning here.
 
         Returns:
-            What the function returns: a plain array if it is the same on all replicas,
-            and a `PerReplica` if replicas differ.
+            The results of the function: plain arrays where all replicas agree, and a
+                `PerReplica` where they differ.
 
         Raises:
-            StrategyError: If a variable or a state would differ between replicas, or
-                the function appends to a list or dict, or ignores padding.
+            StrategyError: If a variable or state would differ between replicas, or the
+                function adds to a list or dict, or ignores padding.
         """
         _check_cross_replica("run", "call the inner function directly")
         _checks.choice("run: options", options, [None], error=StrategyError)
@@ -159,7 +159,7 @@ class Strategy(_checks.WithReflexes):
             raise
 
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
-        """Calls a function on each replica, as each strategy does in its own way."""
+        """Calls a function on each replica, in the way of this strategy."""
         with _lock:
             arguments = Arguments(fn, args, kwargs, self.mesh)
             return self._programs.find(fn, arguments)(fn, arguments)
@@ -186,7 +186,7 @@ class Strategy(_checks.WithReflexes):
         """Makes this the current strategy, in cross-replica context."""
         token = _current.set(self)
         try:
-            # JAX sets no mesh while it traces; there, the one around it holds.
+            # JAX cannot set a mesh while it traces, where the outer one applies.
             mesh = None if _jax.is_tracing() else jax.set_mesh(self.mesh.jax_mesh)
             with mesh or contextlib.nullcontext(), entered(None):
                 yield
@@ -221,11 +221,11 @@ class Strategy(_checks.WithReflexes):
         """Feeds the replicas from sources that a function makes on each process.
 
         Args:
-            dataset_fn: Called with an `InputContext` (a generator function, for each
-                epoch), returns its part of the input, as any source that
-                `ml.distribute_dataset` takes. Each replica gets one of its batches.
-            global_batch_size: Rows of a batch, on all replicas together, to cut the
-                batches into; None keeps them.
+            dataset_fn: Called with an `InputContext` (once, or per epoch if it is a
+                generator function); returns this process's part of the input, as any
+                source of `ml.distribute_dataset`. Each replica gets one of its batches.
+            global_batch_size: Rows of a batch on all replicas together, to rebatch to;
+                None keeps the source's batches.
             **options: As for `distribute_dataset`.
         """
         options["global_batch_size"] = global_batch_size
@@ -235,7 +235,7 @@ class Strategy(_checks.WithReflexes):
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:
-        """Makes a value for each replica, a tree of arrays, to pass to `run`.
+        """Makes one value per replica, a tree of arrays, to pass to `run`.
 
         The function is called with a `ValueContext` for each replica of this process.
         """
@@ -244,14 +244,14 @@ class Strategy(_checks.WithReflexes):
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
     ) -> PyTree:
-        """Combines the values of all replicas into arrays that are whole on each.
+        """Combines the values of all replicas into replicated arrays.
 
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
-            value: A result of `run`, or a tree of results. A plain array or number is
-                one equal value per replica, so SUM adds it once for each.
-            axis: A dim of each replica's value to combine as well, such as 0 for a sum
-                or mean over examples. None combines over replicas alone.
+            value: A result of `run`, or a tree of results. A plain array or number
+                counts as one value per replica, so SUM adds it once for each.
+            axis: A dim of each replica's value to reduce as well, such as 0 for a sum
+                or mean over examples. None reduces over replicas only.
         """
         _check_cross_replica("reduce", "use get_replica_context().all_reduce")
         stored, op = self._stored(value), ReduceOp(reduce_op)
@@ -295,7 +295,7 @@ class Strategy(_checks.WithReflexes):
         return value
 
     def _stored(self, value: PyTree) -> PyTree:
-        """Returns a value; that of a Variable is first put where this keeps it."""
+        """Returns a value; a Variable's value is placed first."""
         if isinstance(value, nnx.Variable):
             set_raw_value(value, self._placed(value))
             value = raw_value(value)
@@ -308,7 +308,7 @@ class Strategy(_checks.WithReflexes):
 
 @functools.lru_cache(maxsize=1024)
 def whole(mesh: Mesh, rank: int, memory_kind: str | None) -> Layout:
-    """Returns the layout of what is whole on each replica, in a kind of memory."""
+    """Returns the layout of replicated arrays, in a kind of memory."""
     return Layout([None] * rank, mesh, memory_kind=memory_kind)
 
 
@@ -321,7 +321,7 @@ def _check_cross_replica(name: str, instead: str) -> None:
 class StrategyExtended:
     """Extra methods for library authors; get it as `strategy.extended`.
 
-    Both `worker_devices` and `parameter_devices` are those of all replicas, in order.
+    Both `worker_devices` and `parameter_devices` are the replicas' devices, in order.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -332,7 +332,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: PyTree, destinations: Any
     ) -> PyTree:
-        """Reduces over replicas, to a device, or to that of a Variable or an array."""
+        """Reduces over replicas, to a device, or that of a Variable or array."""
         if isinstance(destinations, str):
             (destinations,) = _devices([destinations])
         place = getattr(destinations, "sharding", destinations)
@@ -341,7 +341,7 @@ class StrategyExtended:
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[Any]
     ) -> list[PyTree]:
-        """Reduces pairs of a value and its destination, as `reduce_to` does each."""
+        """Applies `reduce_to` to pairs of a value and its destination."""
         return [self.reduce_to(reduce_op, *pair) for pair in value_destination_pairs]
 
 
@@ -361,7 +361,7 @@ def has_strategy() -> bool:
 
 
 class MirroredStrategy(Strategy):
-    """Mirrors variables on several devices of this process, and keeps them in step.
+    """Mirrors variables on several devices of this process, and keeps them in sync.
 
     Use this on one machine with several GPUs or virtual CPU devices.
 
@@ -386,7 +386,7 @@ class OneDeviceStrategy(MirroredStrategy):
 
 
 class DefaultStrategy(OneDeviceStrategy):
-    """What is current outside of any scope: one replica, and nothing is changed."""
+    """The strategy outside of any scope: one replica, and nothing is changed."""
 
     def scope(self) -> Any:
         """Changes nothing."""
@@ -400,7 +400,7 @@ _default_strategy = functools.cache(lambda: DefaultStrategy(jax.local_devices()[
 
 
 class ClusterResolver(NamedTuple):
-    """Which process of a cluster this is; a strategy's `cluster_resolver`."""
+    """The place of this process in a cluster; a strategy's `cluster_resolver`."""
 
     task_type: str  # "worker", or "chief" if TF_CONFIG says so
     task_id: int  # among the tasks of this type
@@ -409,10 +409,10 @@ class ClusterResolver(NamedTuple):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Mirrors variables on all devices of all processes, and keeps them in step.
+    """Mirrors variables on all devices of all processes, and keeps them in sync.
 
-    Make it first in the program, on every process: it calls `ml.initialize()`, which
-    finds the other processes, by `TF_CONFIG` for example.
+    Create it first in the program, on every process: it calls `ml.initialize()`, which
+    finds the other processes, for example from `TF_CONFIG`.
     """
 
     def __init__(self) -> None:
@@ -425,10 +425,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 class TPUStrategy(Strategy):
-    """Mirrors variables on the chips of a TPU slice, and keeps them in step.
+    """Mirrors variables on the chips of a TPU slice, and keeps them in sync.
 
-    Replicas are in the order of the slice's network. On a slice of several hosts, call
-    `ml.initialize()` first. Without TPUs, it warns and uses the devices there are.
+    Replicas follow the order of the slice's network. On a slice with several hosts,
+    call `ml.initialize()` first. Without TPUs, it warns and uses the available devices.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """`PerReplica`: one value for each replica, held as one array on the mesh.
 
-The replicas' values are the shards of one global array, which is what a batch is
-already. Values with fewer rows than others are padded to the same shape, and a mask
-says which rows are real. What `run` returns where replicas agree is a plain array,
-whole on every device: it stands for one equal value per replica.
+The replicas' values are the shards of one global array, as in a batch. Values with
+fewer rows than others are padded to the same shape, and a mask marks real rows. Where
+replicas agree, `run` returns a plain, replicated array, which stands for an equal value
+on each replica.
 """
 
 import functools
@@ -36,18 +36,18 @@ REPLICA_AXIS = "batch"
 )
 @dataclass(eq=False, repr=False)
 class PerReplica(DistributedValues):
-    """One value per replica, as `Strategy.run` takes and returns them.
+    """One value per replica, as `Strategy.run` takes and returns it.
 
     Compute with the values in `run`; a strategy's `reduce`, `gather` and
-    `local_results` make plain arrays of them. As a pytree it consists of `array` and
-    `mask`, so it passes through jit, but `jax.tree.map` changes the mask, too.
+    `local_results` turn them into plain arrays. As a pytree of `array` and `mask`, it
+    passes through jit, but `jax.tree.map` changes the mask, too.
 
     Attributes:
-        array: The replicas' values one after another along dim 0, sharded over the
+        array: The replicas' values, concatenated along dim 0 and sharded over the
             replicas: shape (replicas * n, ...) for values of shape (n, ...), and
             (replicas,) for scalars.
-        mask: Of shape (replicas * n,), float32, laid out like the array: 1 for real
-            rows, which come first on each replica, and 0 for padding; None if none.
+        mask: Shape (replicas * n,), float32, laid out like the array: 1 for real rows,
+            which come first on each replica, 0 for padding; None without padding.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
 
@@ -90,7 +90,7 @@ class PerReplica(DistributedValues):
         return list(jnp.split(jnp.asarray(array), self.num_replicas))
 
     def __setitem__(self, index: object, value: Leaf) -> None:
-        # What Flax calls for `variable[...] = 0`, outside of `run`.
+        # Flax calls this for `variable[...] = 0` outside of `run`.
         values = self.array.reshape(self.num_replicas, *self.shape)
         rows = values.at[:, index].set(value).reshape(self.array.shape)
         self.array = jax.device_put(rows, self.array.sharding)
@@ -101,8 +101,8 @@ class PerReplica(DistributedValues):
         msg += "strategy.gather(value, axis=0), or compute in strategy.run."
         raise StrategyError(msg)
 
-    # Python's own errors name the class, but not the way out; NumPy would make an array
-    # of objects, and any value would be true.
+    # Python's own errors do not say what to do; NumPy would make an array of objects,
+    # and any value would be true.
     __jax_array__ = __array__ = __float__ = __bool__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
@@ -150,7 +150,7 @@ def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
 
 
 def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """Returns one array whose shards are these parts, one on each local device."""
+    """Returns one array whose shards are these parts, one per local device."""
     shape = (mesh.size * parts[0].shape[0], *parts[0].shape[1:])
     sharding = replica_layout(mesh, len(shape)).sharding
     placed = list(map(jax.device_put, parts, mesh.local_devices))
@@ -241,7 +241,7 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
 
 
 def _copies(leaf: Leaf, mesh: Mesh, where: str) -> PerReplica:
-    """Returns an equal value for each replica, of a plain one."""
+    """Returns a plain value as an equal value on each replica."""
     is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if mesh.size > 1 and is_placed and not leaf.is_fully_replicated:
         msg = f"{where} got {_checks.shown(leaf)} that is sharded, but combines values "

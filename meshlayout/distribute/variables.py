@@ -1,4 +1,4 @@
-"""Variables and modules, as the programs of a strategy see them."""
+"""Variables and modules as the programs of a strategy see them."""
 
 import contextlib
 import itertools
@@ -18,26 +18,25 @@ from meshlayout.errors import StrategyError
 
 Variable: TypeAlias = "nnx.Variable[Any]"
 
-# Flax's private attributes, none of which has a public counterpart. If one is renamed,
-# the look-ups here raise, and all of tests/test_distribute.py fails.
-# - The slot of a Variable's value: `_raw_value`, which was `raw_value` in flax 0.11.
+# Flax's private attributes, which have no public counterparts. If one is renamed,
+# look-ups here raise, and all of tests/test_distribute.py fails. - The slot of a
+# Variable's value: `_raw_value`, which was `raw_value` in flax 0.11.
 VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
 # - The trace that may change a Variable, or a module by way of its state.
 TRACE, STATE = "_trace_state", "_pytree__state"
 # - Flax's bookkeeping in the attributes of modules, which its transforms replace.
 _BOOKKEEPING = ("_pytree__", "_object__")
 
-# The slot itself, for calls in C: without hooks, checks, or a watch.
+# The slot itself, for calls in C, without hooks, checks, or watching.
 _slot: Any = vars(nnx.Variable)[VALUE]
 raw_value: Callable[[Variable], Any] = _slot.__get__
 set_raw_value: Callable[[Variable, Any], None] = _slot.__set__
 
 
 def aggregation(variable: Variable) -> str | None:
-    """Returns how the replicas' values of a Variable become one.
+    """Returns how the replicas' values of a Variable are combined.
 
-    `"metric"` is for states of metrics, which are added up if the function adds to
-    them; None means that it must not differ.
+    `"metric"` adds up states of metrics that were added to; None allows no difference.
     """
     choice = variable.get_metadata().get("aggregation")
     if choice is not None:
@@ -63,7 +62,7 @@ def unwatched() -> Iterator[None]:
 
 
 def frozen(value: Leaf) -> Any:
-    """Returns what an attribute is now, to compare while the value is alive."""
+    """Returns an attribute's current value, to compare while it is alive."""
     if isinstance(value, (list, tuple)):
         return type(value), list(map(frozen, value))
     if type(value) is dict:
@@ -75,7 +74,7 @@ def frozen(value: Leaf) -> Any:
 
 
 def _views(values: Iterable[Any]) -> Iterator[Collection[Any]]:
-    """Yields the values in dicts and lists, and in those among them, as they change."""
+    """Yields the values in nested dicts and lists as they change."""
     for value in values:
         if type(value) is list or type(value) is dict:
             view = value.values() if isinstance(value, dict) else value
@@ -102,7 +101,7 @@ class Modes:
         self._before = [*itertools.chain.from_iterable(self._containers)]
 
     def are_current(self) -> bool:
-        """Returns whether all attributes are what they were."""
+        """Returns whether all attributes are unchanged."""
         if sum(map(len, self._containers)) == len(self._before):
             now = itertools.chain.from_iterable(self._containers)
             if all(map(operator.is_, now, self._before)):

@@ -1,9 +1,9 @@
 """Losses over real examples, losses that models record, penalties on parameters.
 
-A loss stays one number per example until the weights are known, since padding must not
-count. A mean of microbatches' or replicas' means would weight their examples
-differently if some are padded, so sums are added up and divided once. Recorded
-scalars do not depend on the number of examples, and are added unchanged.
+Losses stay one number per example until the weights are known, since padding must not
+count. A mean of the means of microbatches or replicas would weight examples differently
+if some are padded, so sums are added and divided once. Recorded scalars do not depend
+on the number of examples, and are added unchanged.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     """Averages losses over all dims except those of the weights.
 
     Use this before summing losses that have one number per pixel or token. Returns
-    float32 losses of the weights' shape, which begins that of the losses; or (batch,).
+    float32 losses of the weights' shape, a prefix of the losses' shape; or (batch,).
 
     Examples:
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
@@ -73,8 +73,8 @@ def denominator_of(
 ) -> jax.Array:
     """Returns the number by which the weighted sum over a global batch is divided.
 
-    That is `"real"`, the sum of the whole batch's weights (1 for a batch of padding
-    alone); or `"global_batch_size"`, their number, padding included. float32.
+    That is `"real"`, the sum of the whole batch's weights (1 if all is padding), or
+    `"global_batch_size"`, the number of examples, padding included. float32.
 
     Examples:
         >>> float(denominator_of("real", jnp.array([1, 1, 0]), 3))
@@ -95,10 +95,10 @@ def compute_average_loss(
 ) -> jax.Array:
     """Divides the sum of losses by the global batch size; 0 without examples.
 
-    Use this to port a step from tf.distribute. In a program over the whole batch it is
-    the mean. In replica code (in a strategy's `run`, or in `jax.shard_map`) it is this
-    replica's share of it; all shares add up to the mean. Rows that pad a short batch
-    are not counted. Losses of more dims are summed; see `per_example`.
+    Use this to port a step from tf.distribute. In a program over the whole batch, it
+    returns the mean. In replica code (a strategy's `run`, or `jax.shard_map`), it
+    returns this replica's share; all shares add up to the mean. Padding is not counted.
+    Losses with more dims are summed; see `per_example`.
 
     Args:
         per_example_loss: Losses of shape (batch, ...); summed in float32.
@@ -131,7 +131,7 @@ def compute_average_loss(
             # A user's weights may be NaN for padding.
             factors = mask if weights is None else weights
             weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
-        # Else a part of the batch, of a function that has looked at the mask itself.
+        # Otherwise a part of the batch, from a function that has read the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
             raise LossError(
                 f"{where}: the losses have {len(losses)} rows and this replica's batch "
@@ -143,7 +143,7 @@ def compute_average_loss(
         size = len(losses) * _num_replicas()
     size = _real("global_batch_size", size, where=where).astype("float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
-    # one that is not taken, too, or the gradient is NaN.
+    # other branch, too, or the gradient is NaN.
     total = weighted(losses, weights).sum()
     return jnp.where(size == 0, 0, total / jnp.where(size == 0, 1, size))
 
@@ -151,7 +151,7 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
     """Divides a regularization loss by the number of replicas; an array is summed.
 
-    For replica code, as `compute_average_loss`; elsewhere the loss is unchanged.
+    Use this in replica code, like `compute_average_loss`; elsewhere it changes nothing.
 
     Examples:
         >>> float(scale_regularization_loss(0.5))
@@ -163,7 +163,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
 
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
-    """Returns losses times their weights; weight 0 gives 0, also for NaN."""
+    """Returns losses times their weights; weight 0 gives 0, even for NaN."""
     losses = losses.astype("float32")
     if weights is None:
         return losses
@@ -199,7 +199,7 @@ def _num_replicas() -> int:
     return math.prod(sizes.values())
 
 
-# A type of its own, so that a step can tell losses from what a user sows for debugging.
+# A separate type, so that steps can tell losses from values sown for debugging.
 class ModelLoss(nnx.Intermediate[Any]):
     """A loss that an NNX module has recorded; train and eval steps add it."""
 
@@ -232,7 +232,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
 
 @contextlib.contextmanager
 def quiet_sow() -> Iterator[None]:
-    """Silences Flax's warning that sown values should be captured; the step does."""
+    """Silences Flax's warning to capture sown values, which the step does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
         yield
@@ -242,12 +242,12 @@ def quiet_sow() -> Iterator[None]:
 def l2(strength: float, where: str | re.Pattern[str] = "") -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
 
-    For `make_train_step(..., regularizers={"l2": l2(1e-5)})`. It is part of the loss,
-    so the optimizer scales its gradient; `optax.adamw` decays weights instead.
+    Use it as `make_train_step(..., regularizers={"l2": l2(1e-5)})`. It is part of the
+    loss, so the optimizer scales its gradient; to decay weights, use `optax.adamw`.
 
     Args:
         strength: The factor, not negative.
-        where: A regular expression, searched for in parameters' paths; one must match.
+        where: A regular expression to search for in parameter paths; one must match.
 
     Examples:
         >>> float(l2(0.5, where="kernel")({"kernel": jnp.ones(4), "bias": jnp.ones(2)}))

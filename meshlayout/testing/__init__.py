@@ -1,7 +1,7 @@
-"""For users' tests: the numbers of one device, expected layouts and communication.
+"""For your tests: single-device numbers, expected layouts and communication.
 
-Use it as `ml.testing`. Every failed expectation is a `VerificationError`, which test
-runners show like a failed assertion.
+Use it as `ml.testing`. Every failure is a `VerificationError`, which test runners show
+like a failed assertion.
 """
 
 from meshlayout.testing.verification import (

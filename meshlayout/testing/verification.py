@@ -33,8 +33,8 @@ from meshlayout.step.train_step import StateStep
 
 
 # A difference may be this many times the effect of one rounding error per input. One
-# run stands for all: where a unit of relu is on in one of two runs, a gradient differs
-# by up to eleven times what another run shows.
+# run stands for all: if a relu switches between two runs, a gradient differs by up to
+# eleven times what another run shows.
 _FACTOR = 12
 
 _NOTE = (
@@ -90,17 +90,17 @@ def verify(
     """Checks that a step has the same results on a mesh as on one device.
 
     The step runs from copies of `state` on the mesh, and on its first device alone,
-    where `jax.set_mesh` has `one_device_mesh(mesh)` and `constrain` has no effect. A
-    step that is wrong on one device as well is not noticed.
+    where the current mesh is `one_device_mesh(mesh)` and `constrain` has no effect. A
+    step that is also wrong on one device goes unnoticed.
 
     Integers and PRNG keys must be equal; NaN is equal to NaN. Floats may differ by the
-    rounding of a sum, relative to the leaf's largest value, and by 12 times what one
-    rounding error in the state and the batch changes, which a third run measures.
+    rounding of a sum, relative to the leaf's largest value, and by 12 times the effect
+    of one rounding error in the state and batch, which a third run measures.
 
     Args:
-        step: A step of this library, or another callable with `lower`; a plain
-            function `(state, batch, ...) -> (state, aux)` is compiled first. If it
-            needs its mesh, it takes `jax.sharding.get_abstract_mesh()`.
+        step: A step of this library, or another callable with `lower`; a plain function
+            `(state, batch, ...) -> (state, aux)` is compiled first. To find its mesh,
+            it calls `jax.sharding.get_abstract_mesh()`.
         state: A state on a mesh of several devices.
         batch: The global batch, for all steps.
         *args: Further arguments of the step.
@@ -126,9 +126,9 @@ def verify(
         raise StateError(f"{msg} the step returned.")
     mesh = _mesh_of((state, batch, args, kwargs))
     one = one_device_mesh(mesh)
-    # One map for all steps: under another one JAX compiles everything again.
+    # One map for all steps, as JAX compiles everything anew for another.
     no_rules = LayoutMap(one)
-    # Compiled as on the one device: run eagerly, it would round in other places.
+    # Compiled as on one device: run eagerly, it would round differently.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
     step_on_one: Any = step
@@ -158,7 +158,7 @@ def verify(
     def rounded(values: np.ndarray) -> np.ndarray:
         is_float = jnp.issubdtype(values.dtype, jnp.floating)
         wide = values.astype(np.float64) if is_float else values
-        # Masks, counts and labels are integers stored as floats, and must stay so.
+        # Masks, counts and labels are integers stored as floats, and must stay exact.
         if not is_float or np.all(wide == np.round(wide)):
             return values
         error = max(eps, float(jnp.finfo(values.dtype).eps))
@@ -235,8 +235,8 @@ def _allowed(
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return 0.0
     of_leaf = float(jnp.finfo(values.dtype).eps)
-    # Sums are computed in float32 or better, in another order on the mesh, and are
-    # then rounded to the dtype of the leaf.
+    # Sums are computed in float32 or better, in a different order on the mesh, and then
+    # rounded to the dtype of the leaf.
     of_sums = min(of_leaf, float(jnp.finfo(jnp.float32).eps))
     rtol = 128 * of_sums + 4 * of_leaf if rtol is None else rtol
     atol = of_sums / 8 + _FACTOR * noise if atol is None else atol
@@ -322,13 +322,13 @@ def assert_layout(x: PyTree, expected: object) -> None:
     """Raises VerificationError unless arrays have the expected layouts.
 
     Layouts are compared by their effect: every device must hold the same piece,
-    whatever the names of the axes; axes of size 1 make no difference.
+    whatever the axes are called; axes of size 1 make no difference.
 
     Args:
         x: An array, an abstract array with a sharding, or a tree of these.
         expected: A `LayoutMap`; or, for all arrays, a `Layout`, `NamedSharding`,
-            `PartitionSpec` or tuple of entries for the mesh of each array, where `...`
-            is any number of unsharded dims, and `MATCH` anything in that dim.
+            `PartitionSpec` or tuple of entries for the mesh of each array. `...` stands
+            for any number of unsharded dims, and `MATCH` for anything in its dim.
 
     Raises:
         VerificationError: If a layout differs, or there are no arrays.
@@ -382,23 +382,23 @@ def expect_communication(
     max_wire_bytes: int | None = None,
     **counts: int,
 ) -> Communication:
-    """Checks how many collectives of each kind a compiled program has; returns them.
+    """Checks the number of collectives per kind in a compiled program; returns them.
 
-    To keep all as they are, commit the result's `to_lock()` for its `check_lock`.
+    To lock all of them, commit the result's `to_lock()` and call its `check_lock`.
 
     Args:
-        program: A compiled step, what `jax.jit`, `lower` or `compile` returned, or a
+        program: A compiled step, the result of `jax.jit`, `lower` or `compile`, or a
             plain function `(state, batch, ...) -> (state, aux)`.
-        *args: The step's arguments; nothing is run or donated.
-        only: Whether kinds that are not named must be absent.
-        max_wire_bytes: The most bytes that each device may send in one run, loops
+        *args: The step's arguments. Nothing is run or donated.
+        only: Whether kinds that are not listed must be absent.
+        max_wire_bytes: The most bytes that each device may send in one run, with loops
             counted in full (once, if their length is unknown).
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
-            `collective_broadcast`. In a loop, one counts once; `in_loops` has those.
+            `collective_broadcast`. One in a loop counts once; see `in_loops`.
 
     Raises:
-        VerificationError: If a count differs, or more is sent; lists all collectives.
+        VerificationError: If a count differs or more is sent; lists all collectives.
 
     Examples:
         >>> import meshlayout as ml

@@ -1,6 +1,6 @@
 """Parameter servers and workers: Ray actors, in processes of their own.
 
-A worker returns what each server is to change: one that is killed has changed nothing.
+A worker returns each server's changes, so a worker that is killed has changed nothing.
 In what is pickled for it, Variables are names, as their values are on the servers (but
 for random streams), optimizers have no state, and iterators are numbers.
 """
@@ -38,14 +38,14 @@ def ray_module() -> Any:
 
 
 class ParameterServer:
-    """Variables, and what updates them: a Ray actor, which runs one call at a time."""
+    """Variables and their optimizers: a Ray actor, which runs one call at a time."""
 
     def __init__(self) -> None:
         self._values: dict[str, jax.Array] = {}
         self._updates: dict[str, Any] = {}
 
     def place(self, values: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
-        """Takes values of variables, and optimizers with their variables' names."""
+        """Stores values of variables, and optimizers with their variables' names."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
         for optimizer, (tx, names) in rules.items():
             names = jax.tree.map(
@@ -54,16 +54,16 @@ class ParameterServer:
             self._updates[optimizer] = jax.jit(functools.partial(_update, tx, names))
 
     def pull(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns variables, all of one moment."""
+        """Returns variables, all from the same moment."""
         return {name: np.asarray(self._values[name]) for name in names}
 
     def push(self, push: tuple[Any, dict[str, Any]]) -> None:
-        """Applies what a closure changes: gradients for optimizers, and increments."""
+        """Applies a closure's changes: gradients for optimizers, and increments."""
         updates, added = push
         new = {name: self._values[name] + x for name, x in added.items()}
         for optimizer, grads in updates:
             new |= self._updates[optimizer](self._values | new, grads)
-        # An error comes up here at the latest, when nothing has been changed.
+        # Errors surface here at the latest, before anything has changed.
         self._values |= jax.block_until_ready(new)
 
 
@@ -84,8 +84,8 @@ class RemoteWorker:
 
     def __init__(self, index: int, num_workers: int) -> None:
         self.context = InputContext(num_workers, index, 1)
-        # What was sent before is the same object, with the same Variables, so that
-        # what has been compiled for it is used again.
+        # Objects sent before stay the same, with their Variables, so their programs are
+        # reused.
         self._load = functools.lru_cache(MOST_KEPT)(
             lambda part: pickle.loads(ray_module().get(part))
         )
@@ -193,18 +193,18 @@ def pickled(part: Any, name_of: Callable[[Any], str]) -> tuple[bytes, list[str]]
 
 @jax.tree_util.register_static
 class RemoteOptimizer:
-    """What an `nnx.Optimizer` is on a worker."""
+    """The counterpart of an `nnx.Optimizer` on a worker."""
 
     def __init__(self, name: str, wrt: Any, step: object) -> None:
         self.name, self.wrt, self.step = name, wrt, step
 
     def update(self, model: PyTree, grads: PyTree) -> None:
-        """Hands gradients over, for the servers to apply when the closure has ended."""
+        """Records gradients, which the servers apply when the closure has ended."""
         worker = _worker.get()
         own = {id(variable): name for name, variable in worker.variables.items()}
         params, values = nnx.state(model, self.wrt), nnx.state(grads, self.wrt)
         if not own.keys() >= {*map(id, jax.tree.leaves(params, is_leaf=is_nnx_object))}:
-            msg = "optimizer.update got copies, as in nnx.jit: compile by strategy.run."
+            msg = "optimizer.update got copies, as in nnx.jit: write strategy.run."
             raise StrategyError(msg)
         names = jax.tree.map(lambda x: own[id(x)], params, is_leaf=is_nnx_object)
         arrays = map(box_value, jax.tree.leaves(values, is_leaf=is_nnx_object))
@@ -214,7 +214,7 @@ class RemoteOptimizer:
 
 
 class WorkerStrategy(OneDeviceStrategy):
-    """What a `ParameterServerStrategy` is on a worker: one replica, on one device."""
+    """The counterpart of a `ParameterServerStrategy` on a worker: one replica."""
 
     def __init__(self) -> None:
         super().__init__(jax.local_devices()[0])

@@ -1,7 +1,7 @@
 """`ParameterServerStrategy`, and the `ClusterCoordinator` that trains with it.
 
-One thread per worker has it run closures, and then the servers apply what these change.
-Values and gradients go by Ray's references, without passing through the coordinator.
+One thread per worker makes it run closures, whose changes the servers then apply.
+Values and gradients travel as Ray references, not through the coordinator.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
     """Keeps variables on parameter servers; workers train without waiting.
 
     Use it with a `ClusterCoordinator`. Workers and servers are actors in the cluster
-    that `ray.init` has joined, or else on this machine. Needs the extra `ray`.
+    that `ray.init` joined, or on this machine. It needs the extra `ray`.
 
     Args:
         num_workers: The number of workers.
@@ -69,12 +69,12 @@ class RemoteValue(Future[PyTree]):
     lives = 5  # a function that ran on so many workers that died is given up
 
     def fetch(self) -> PyTree:
-        """Waits for the function; returns NumPy arrays, or raises its exception."""
+        """Waits for the function, and returns NumPy arrays or raises its exception."""
         return self.result()
 
 
 class PerWorkerDataset:
-    """A dataset that each worker makes for itself, or an iterator of it."""
+    """A dataset that each worker makes for itself, or an iterator over it."""
 
     def __init__(self, dataset_fn: Any, iterators: dict[int, Any]) -> None:
         self._dataset_fn, self._iterators = dataset_fn, iterators
@@ -96,10 +96,10 @@ class PerWorkerDataset:
 class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]):
     """Schedules functions on the workers of a `ParameterServerStrategy`.
 
-    A scheduled function runs on one worker, one operation at a time;
-    `strategy.run(fn, args)` in it compiles. When the function has ended, the servers
-    apply, exactly once, the gradients that `optimizer.update` got, and the changes of
-    metrics, batch statistics, and variables with `aggregation="sum"` or `"mean"`.
+    A scheduled function runs on one worker, one operation at a time; `strategy.run(fn,
+    args)` in it compiles. When the function has ended, the servers apply exactly once
+    the gradients passed to `optimizer.update`, and the changes to metrics, batch
+    statistics, and variables with `aggregation="sum"` or `"mean"`.
 
     Args:
         strategy: The strategy.
@@ -112,7 +112,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self.strategy, self._ray = strategy, actors.ray_module()
-        # Equal bytes are put once, and so workers know them.
+        # Equal bytes are put once, so workers recognize them.
         self._put = functools.lru_cache(actors.MOST_KEPT)(self._ray.put)
         on_cpu = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
         start = self._ray.remote(actors.ParameterServer).options(runtime_env=on_cpu)
@@ -170,7 +170,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         self.done()
 
     def done(self) -> bool:
-        """Returns whether all scheduled functions have run; raises as `join`."""
+        """Returns whether all scheduled functions have run; raises like `join`."""
         self._store.wait({})
         if self._queue.unfinished_tasks:
             return False
@@ -198,7 +198,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         return PerWorkerDataset(put, self._iterators)
 
     def shutdown(self) -> None:
-        """Ends workers and servers; call `join` before."""
+        """Ends workers and servers; call `join` first."""
         ended = StrategyError("the coordinator was shut down.")
         self._store.ended = self._store.ended or ended
         for _ in range(self.strategy.num_workers):
@@ -210,7 +210,7 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         self.shutdown()
 
     def _serve(self, worker: int) -> None:
-        """Has a worker run closures, and starts another when it dies."""
+        """Runs closures on a worker, and starts another one if it dies."""
         while (scheduled := self._queue.get()) is not None:
             *closure, result = scheduled
             try:
@@ -262,7 +262,7 @@ class VariableStore:
         self._names: dict[int, str] = {}
         # One server; for the counters of an optimizer, all of its servers.
         self._places: dict[str, tuple[int, ...]] = {}
-        # The value that each Variable had when it was last equal to the servers'.
+        # The value of each Variable when it last agreed with the servers.
         self._known: dict[str, Any] = {}
         self._placed: dict[str, optax.GradientTransformation] = {}  # by optimizer
         self._lock = threading.RLock()
@@ -368,7 +368,7 @@ class VariableStore:
 def _mixes(tx: Any, names: Any, params: Any, state: Any, part: set[str]) -> bool:
     """Returns whether the update of one part depends on the gradients of another.
 
-    JAX's batching rules know: the gradients of the others are mapped over an axis.
+    JAX's batching rules tell, as the gradients of the others are mapped over an axis.
     """
     depends: list[bool] = []
 
