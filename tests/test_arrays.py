@@ -377,7 +377,8 @@ BAD = {
     "ma.copy_to_mesh(np.ones(8, 'f'), BATCH_8)": "f32[8]: expected a Layout or a "
     "NamedSharding, got a Mesh. Name the axes of each dim: mesh.layout('batch', ...).",
     "ma.relayout(np.ones(8, 'f'), ml.LayoutMap(BATCH_8))": "f32[8]: expected a Layout or "
-    "a NamedSharding, got a LayoutMap. Of a map, give layouts.resolve(tree).layouts.",
+    "a NamedSharding, got a LayoutMap. Instead of a map, give "
+    "layouts.resolve(tree).layouts.",
     "ma.zeros((12, 8), B, 'float32')": "f32[12, 8]: dim 0 has size 12, which does not "
     "divide into 8 shards over mesh axis 'batch' (Layout([batch, unsharded], "
     "Mesh(batch=8))). Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "

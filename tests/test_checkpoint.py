@@ -493,7 +493,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
 
 def test_what_a_checkpointer_is_given_is_checked(tmp_path):
     assert error_of(Checkpointer, tmp_path, best="loss") == (
-        "best must be ('val_accuracy', 'max') or such, got 'loss'."
+        "best must be a pair such as ('val_accuracy', 'max'), got 'loss'."
     )
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         message = functools.partial(error_of, ck.save, 1, {"x": 1})

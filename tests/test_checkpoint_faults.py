@@ -143,10 +143,9 @@ def test_the_older_format_is_refused_with_the_way_out(run):
     (run / "5" / "manifest.json").write_text("{}")
     with Checkpointer(run, keep=1) as ck:
         assert message_of(ck.resume, {"x": 1}, error=ml.errors.CheckpointError) == (
-            f"{run}/5 is a checkpoint of an older format, which this version does "
-            "not read. The last commit of meshlayout that reads it is bb727a3: there, "
-            "ml.checkpoint.save_safetensors(file, checkpointer.restore_numpy()) exports "
-            "it, and ml.checkpoint.load_safetensors loads that file here."
+            f"{run}/5 has an older format, which commit bb727a3 of meshlayout reads. "
+            "There, write ml.checkpoint.save_safetensors(file, checkpointer."
+            "restore_numpy()); here, ml.checkpoint.load_safetensors(file, state)."
         )
         ck.save(6, state_of(1))
         ck.wait()
@@ -227,7 +226,7 @@ def test_an_old_step_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, c
             ck.save(2, {"x": 2})
             ck.wait()
         (line,) = (x.getMessage() for x in caplog.records if x.levelno >= 30)
-        assert line == f"{tmp_path}/1, which is not needed any more, stays: busy"
+        assert line == f"{tmp_path}/1 is no longer needed, but remains: busy"
         assert ck.all_steps() == [1, 2]
         ck.save(3, {"x": 3})
         ck.wait()

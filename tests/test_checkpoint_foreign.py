@@ -138,7 +138,7 @@ def test_what_is_no_array_is_refused_by_name():
     )
     assert error_of(load, {}, like).startswith("the mapping holds no arrays by name: ")
     assert error_of(load, {"a": values(2), "a.b": values(2)}, None) == (
-        "'a/b': one name is the beginning of another. Change rename=."
+        "'a/b': one name is a prefix of another. Change rename=."
     )
 
 

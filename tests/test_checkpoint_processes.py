@@ -316,7 +316,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     left = sorted(path.name for path in run.iterdir())
     assert left == [".lock", ".shared", "1", "4"]
     assert message(lambda: Checkpointer(run).restore(data=Position(), step=1)) == (
-        "CheckpointError: the data were at other positions on each of 2 processes: "
+        "CheckpointError: the data positions of 2 processes differed: "
         "restore on 2 processes."
     )
     facts = json.loads((run / "1" / "_CHECKPOINT_METADATA").read_text())
@@ -355,11 +355,11 @@ def disagreements(directory):
 
 
 def test_processes_that_differ_save_nothing(tmp_path):
-    begin = "CheckpointError: nothing is saved, as the processes differ: "
+    begin = "CheckpointError: nothing was saved, because the processes differ: "
     for one in run_processes(2, disagreements, str(tmp_path / "run"), shared=True):
         assert one["directories"] == (
             "CheckpointError: process 1 and process 0 do not share the directory /x: "
-            "all of them have to."
+            "all of them must."
         )
         assert one["seconds"] < 10
         assert one["steps"] == f"{begin}the step is 2 on process 1, and 1 on process 0."

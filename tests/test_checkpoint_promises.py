@@ -262,7 +262,7 @@ def test_a_checkpointer_that_is_gone_holds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("system", ["Windows", "a mount without locks"])
-def test_one_line_says_that_nobody_guards_a_directory_without_locks(
+def test_one_line_says_that_nothing_guards_a_directory_without_locks(
     tmp_path, monkeypatch, caplog, system
 ):
     def no_locks(*args):
@@ -278,5 +278,5 @@ def test_one_line_says_that_nobody_guards_a_directory_without_locks(
         ck.save(2, STATE)
     (line,) = caplog.messages
     assert str(tmp_path) in line
-    assert "nobody guards it" in line
+    assert "nothing guards it" in line
     assert ck.all_steps() == [1, 2]

@@ -73,7 +73,7 @@ def test_what_is_saved_in_a_bucket_is_restored_on_a_mesh(store, run, mesh_2x4, c
         ck.wait()
         assert (ck.all_steps(), ck.best_step()) == ([2, 4], 2)
     (line,) = (one.getMessage() for one in caplog.records if "guards" in one.msg)
-    assert line.endswith(": nobody guards it from other runs")
+    assert line.endswith(": nothing guards it from other runs")
     names = store.names("bucket")
     assert {name.split("/")[1] for name in names} == {"2", "4"}
     kernel = jax.device_put(np.zeros((16, 8), "f4"), mesh_2x4.layout("batch").sharding)

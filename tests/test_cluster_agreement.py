@@ -163,7 +163,7 @@ def test_calls_from_other_threads_are_refused(seen):
 REFUSED = {
     "absent": "process 0 waited 1 s for process 1, which did not come to barrier 'a'. "
     f"{ORDER}",
-    "call": "processes are at different calls: the call is all_gather on process 1, "
+    "call": "processes are in different calls: the call is all_gather on process 1, "
     f"and barrier 'b' on process 0. {ORDER}",
     "path": "all_gather: the trees differ between processes: 'y' is missing on process "
     "1, and int on process 0; the structure is PyTreeDef({{'x': *}}) on process 1, and "

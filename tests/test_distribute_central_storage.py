@@ -107,7 +107,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
     monkeypatch.setattr("meshlayout._jax.memory_kinds", kinds)
     assert message_of(CentralStorageStrategy, error=StrategyError) == (
         "CentralStorageStrategy keeps variables in pinned_host memory, which programs "
-        f"on CPU devices cannot use with jax {jax.__version__}: that takes jax 0.8 or "
+        f"on CPU devices cannot use with jax {jax.__version__}: it needs jax 0.8 or "
         "newer. Use MirroredStrategy."
     )
 

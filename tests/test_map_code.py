@@ -227,7 +227,7 @@ def test_functions_need_the_tree():
         ml.LayoutMap(MESH, {"w": max}).to_code()
     assert str(error.value) == (
         "rule 'w' is <built-in function max>, a function, which cannot be written as a "
-        "layout. Pass the model, to_code(model), to write what it decides for it."
+        "layout. Pass the model, to_code(model), to write the layouts it chooses."
     )
 
 

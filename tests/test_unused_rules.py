@@ -89,7 +89,7 @@ def test_names_of_axes_that_plain_arrays_have_lost_are_not_unused():
     report = layouts.explain({"kernel": ml.create(lambda: kernel, layouts).value})
     assert not report.dead_rules
     assert report.notes == [
-        "note: kernel: plain arrays have lost names of axes: explain the state",
+        "note: kernel: plain arrays have lost their axis names: explain the state",
         "placed: kernel: [unsharded, model], where this map gives [unsharded, "
         "unsharded] (default)",
     ]

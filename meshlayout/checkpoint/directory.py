@@ -122,7 +122,7 @@ def check(path: Path, *, verify: bool) -> None:
             file, saved = path / name, files[name]
             found = _digest(file) if verify else [file.stat().st_size, saved[1]]
             if found != saved:
-                raise ValueError(f"size and SHA-256 are {found}, but were {saved}")
+                raise ValueError(f"size and SHA-256 are {found}, and were {saved}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, error) from error
 
