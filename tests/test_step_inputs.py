@@ -283,7 +283,7 @@ def test_integers_are_not_trained(mesh):
         return model
 
     assert message_of(ml.make_train_step(squares), create(mesh, build), DATA) == (
-        "the parameter count is no float: make it no nnx.Param."
+        "parameter count is not a float: make it an nnx.Variable."
     )
 
 

@@ -1,11 +1,11 @@
-"""What processes agree on about one dataset: how it is made, and where streams end.
+"""The agreement of processes on one dataset: how it is made, and where streams end.
 
 Every process decides alone which rows are its own: with a source that differs between
 them, examples would be lost silently. So options and checksums of some rows are
-compared when a dataset is made. With random access nothing is exchanged later. How long
-a stream is, only reading shows, and a step that only some processes take hangs in its
-collectives: so before each batch, the processes tell each other whether they have it,
-and an error or an end on one of them ends the loops of all at the same step.
+compared when a dataset is made. With random access nothing is exchanged later. The
+length of a stream is known only by reading it, and a step that only some processes take
+hangs in its collectives. So before each batch, the processes tell each other whether
+they have it, and an error or end on one of them ends the loops of all at the same step.
 """
 
 import functools
@@ -47,7 +47,7 @@ _counts: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.cou
 
 
 class Agreement:
-    """What the processes of a mesh exchange about one dataset or loop, if anything."""
+    """The exchanges of a mesh's processes about one dataset or loop, if any."""
 
     def __init__(self, mesh: Mesh) -> None:
         here, processes = jax.process_index(), processes_of(mesh)
@@ -94,15 +94,15 @@ class Agreement:
 class Turns:
     """The exchanges of one iteration: before each batch, who has it.
 
-    The end of a `with` block tells the other processes of an error inside, or that this
-    one has left its loop.
+    The end of a `with` block tells the other processes about an error inside, or that
+    this one has left its loop.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._turn, self._is_over = channel, 0, False
 
     def take(self, answer: Any, what: str) -> dict[int, Any]:
-        """Returns each process's answer about a batch, which all must name alike."""
+        """Returns each process's answer about a batch of the same name on all."""
         try:
             values = self._channel.exchange((answer, what))
             (first, (_, expected)), *others = values.items()
@@ -136,8 +136,8 @@ class Turns:
 def sample_checksums(source: RandomAccessSource) -> dict[str, JSON]:
     """Returns checksums of some rows of two epochs, leaf by leaf.
 
-    Two, for a source that shuffles by itself. Rows are read twice: a leaf that differs
-    between the readings (augmented without a seed, say) shows nothing, and is left out.
+    Two epochs, since a source may shuffle by itself. Rows are read twice: a leaf that
+    differs between readings (for example, augmented without a seed) is left out.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
     first, second = (

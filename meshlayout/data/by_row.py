@@ -3,8 +3,8 @@
 The rows of a batch follow from seed, epoch and the number of the batch, so that any
 number of processes agree without communicating, and resuming is arithmetic. The shuffle
 is a Feistel network, which needs no table and never changes: NumPy's permutation may
-differ between releases, and a run that resumed after an upgrade would lose some rows
-and repeat others.
+differ between releases, and a run resumed after an upgrade would skip some rows and
+repeat others.
 """
 
 import functools
@@ -97,7 +97,7 @@ class RowReader:
         self._order = functools.lru_cache(2)(functools.partial(order, num_rows, seed))
 
     def close(self) -> None:
-        """Does nothing: a source with random access is the user's to close."""
+        """Does nothing: closing a source with random access is up to the user."""
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the end of the epoch."""

@@ -32,7 +32,7 @@ from meshlayout.errors import DataError
 
 
 class StreamPass:
-    """One pass over a stream, whose first element is looked at, and yielded later."""
+    """One pass over a stream, whose first element is inspected, and yielded later."""
 
     def __init__(self, source: StreamSource, epoch: int) -> None:
         stream = source.open(epoch)
@@ -64,7 +64,7 @@ class StreamPass:
         raise DataError(no_rows(0))
 
     def rest(self) -> Iterator[PyTree]:
-        """Returns the elements that come next; at least one of them must be taken."""
+        """Returns the next elements; at least one of them must be taken."""
         first, self.first = self.first, None
         return itertools.chain(() if first is None else first[:1], self._elements)
 
@@ -102,7 +102,7 @@ class StreamReader:
         self._before: JSON = None
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes the open pass, if any."""
         for stream in (self._first, self._pass):
             if stream is not None:
                 stream.close()
@@ -169,7 +169,7 @@ class StreamReader:
         return first
 
     def _seek(self, position: Position) -> None:
-        """Moves the stream; if it has no position, by reading and dropping rows."""
+        """Moves the stream, by reading and dropping rows if it has no position."""
         self._left, stream, missing = 0, self._open(position.epoch), position.row
         # At the start of an epoch, the position is still that of the one before.
         if missing and position.source is not None:

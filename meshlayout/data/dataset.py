@@ -2,8 +2,8 @@
 
 The user's object becomes one of the two kinds of source in `protocols`, a `DataPlan`
 decides everything that can be decided before the first batch, and the dataset hands out
-iterators. A dataset is not an iterator: it only counts the epochs that its iterations
-have taken, so that several loops over it can run at once.
+iterators. A dataset is not an iterator: it only counts the epochs of its iterations, so
+several loops over it can run at once.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ def distribute_dataset(
     the last one of an epoch is padded with copies of its last row, which have weight 0.
 
     On several processes, all must pass the same source (or `per_process=True`) and take
-    the same number of batches. They compare their options and some rows when they make
-    the dataset. If a stream fails or ends on one process, the loops of all processes
-    end at the same step.
+    the same number of batches. They compare their options and some rows when the
+    dataset is made. If a stream fails or ends on one process, the loops of all
+    processes end at the same step.
 
     Args:
         source: A tree of arrays or a table; a list of examples; an iterable, an
@@ -53,39 +53,39 @@ def distribute_dataset(
             TFDS, tf.data, PyTorch or Hugging Face; or your own `RandomAccessSource` or
             `StreamSource`. A data frame is a dict of its columns; in a dict or tuple,
             anything with `__array__` is an array, and so is a list of numbers.
-        layout_or_mesh: How batches are laid out: a `Layout`, whose missing dims are
+        layout_or_mesh: The layout of batches: a `Layout`, whose missing dims are
             unsharded; or a mesh, whose axes called batch, data, replica, fsdp, dp, ddp
-            or data_parallel shard the first dim. If it has none of them, every device
-            gets all rows, and the log says so.
+            or data_parallel shard the first dim. Without such an axis, every device
+            gets all rows, and a warning is logged.
         global_batch_size: Rows of a batch, on all processes together.
-        remainder: What to do with the rows that do not fill a batch: `"pad"`;
-            `"drop"`; or `"repeat"`, which lets epochs run into each other.
+        remainder: What to do with rows that do not fill a batch: `"pad"`, `"drop"`, or
+            `"repeat"`, which fills it from the next epoch.
         weights: Where batches carry one float32 weight per example, which padding
-            needs: a key of a dict, or an index into a tuple, of which the tuple's
-            length appends them. Weights in the source are kept, and are 0 for padding.
-            None for batches without weights.
+            needs: a key of a dict, or an index into a tuple (its length appends them).
+            Weights in the source are kept, and are 0 for padding. None for batches
+            without weights.
         shuffle: A seed for the order of rows with random access; None keeps it.
         epochs: Passes over the source in one iteration; the next iteration continues
-            with the next epoch. None for as many as the loop takes; a source without an
-            end needs None. To take some batches at a time, use `itertools.islice`.
-        prefetch: How many batches a thread prepares ahead; 0 starts no thread.
+            with the next epoch. None for as many as the loop takes, and for endless
+            sources. To take some batches at a time, use `itertools.islice`.
+        prefetch: The number of batches that a thread prepares ahead; 0 for no thread.
         per_process: Whether the source on each process yields only this process's rows,
             in the order of `process_rows`. All processes take as many steps as the one
-            with the most rows; with `remainder="drop"`, the fewest. A process that has
-            no rows left pads with its first row.
+            with the most rows (with `remainder="drop"`, the fewest). A process without
+            rows left pads with its first row.
         strings: `"error"`; or `"host"`, for sources with random access, to keep strings
             as NumPy arrays of this process's rows.
         batched: Whether the elements of a list or an iterable are batches (True) or
             examples (False). None infers it from the first; if unclear, an error asks.
 
     Returns:
-        The batches, which can be iterated over any number of times.
+        The batches; you can iterate over them any number of times.
 
     Raises:
         DataError: If an argument is wrong, the source is empty or does not fit, or
-            processes have different sources. During iteration, if the source fails,
-            ends or differs on another process. On the process where it fails, its own
-            error.
+            processes have different sources; during iteration, if the source fails,
+            ends or differs on another process. The process where it fails raises its
+            own error.
 
     Examples:
         >>> import numpy as np
@@ -115,8 +115,8 @@ class DistributedDataset(_checks.WithReflexes):
         self._plan = plan
         self._next = Position(0)
         self._num_iterations = 0
-        # Not at exit: worker processes and threads end by themselves, and closing
-        # files while Python shuts down can fail.
+        # Not at exit: worker processes and threads end by themselves, and closing files
+        # while Python shuts down can fail.
         weakref.finalize(self, plan.close).atexit = False
 
     @property
@@ -167,7 +167,7 @@ class DistributedDataset(_checks.WithReflexes):
         return DataIterator(self._plan, start, record)
 
     def report(self) -> PipelineReport:
-        """Returns the work of the pipeline so far, on this process."""
+        """Returns a report on the pipeline's work so far, on this process."""
         return dataclasses.replace(self._plan.clock)
 
     def _record(self, iteration: int, position: Position) -> None:

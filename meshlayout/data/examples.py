@@ -1,4 +1,4 @@
-"""Examples on the host: their leaves as arrays, and what all of them have in common.
+"""Examples on the host: their leaves as arrays, and what all examples share.
 
 A step is compiled for one structure, and one shape and dtype per leaf. So the first
 example decides them, and every later one is checked against it; an error names the leaf
@@ -28,7 +28,7 @@ NUMBERS = (bool, int, float, complex, np.generic)
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One leaf of the examples, with the dtype and the shape that the source has."""
+    """One leaf of the examples, with the dtype and shape in the source."""
 
     path: str
     dtype: np.dtype
@@ -54,7 +54,7 @@ class LeafSpec:
             return values.astype(self.to)
 
     def check(self, leaf: np.ndarray, *rows: int) -> None:
-        """Raises DataError if a leaf is not that of one example, or of some `rows`."""
+        """Raises DataError if a leaf does not fit one example, or `rows` examples."""
         # NumPy's dtypes of strings differ with their lengths.
         is_same = leaf.dtype == self.dtype or (self.to is None and is_string(leaf))
         if is_same and leaf.shape == (*rows, *self.shape):
@@ -78,7 +78,7 @@ class ExampleSpec:
     leaves: tuple[LeafSpec, ...]
 
     def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
-        """Returns the leaves of `count` rows, or of a batch, like the first example."""
+        """Returns the checked leaves of `count` rows, or of a batch."""
         leaves = self.treedef.flatten_up_to(rows)  # whose error names what differs
         for number, (spec, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             leaves[number] = array = as_array(spec.path, leaf)
@@ -91,7 +91,7 @@ class ExampleSpec:
 class Division:
     """How a source is cut into batches of `size` rows, and which of them are kept.
 
-    Those are `rows(count)` if there are so many, with the last row again for padding.
+    These are `rows(count)` of `count` rows, with the last row repeated as padding.
     """
 
     source: Any
@@ -103,7 +103,7 @@ class Division:
 
 
 def describe(rows: PyTree, strings: str, key: str | int | None = None) -> ExampleSpec:
-    """Returns the spec of the examples, given the first, and where weights are."""
+    """Returns the spec of the examples, given the first one and the key of weights."""
     named, treedef = named_leaves(rows)
     if not named:
         raise DataError("an example has no leaves: there is no array in it.")
@@ -124,7 +124,7 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             "= np.unique(labels, return_inverse=True); otherwise leave it out, or "
             "keep it on the host with distribute_dataset(..., strings='host')."
         )
-    # Long doubles ("g", "G") JAX would silently make float64.
+    # JAX would silently convert long doubles ("g", "G") to float64.
     elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):
         what = (
             f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one shape,"
@@ -154,12 +154,12 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def leaf_text(path: str) -> str:
-    """Returns how a message names a leaf; the path of a single array is empty."""
+    """Returns the name of a leaf in messages; the path of a single array is empty."""
     return f"leaf {path!r}" if path else "the array"
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns anything like an array, a number or a string as an array, not copied."""
+    """Returns anything array-like, a number or a string as an array, without a copy."""
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, (str, bytes)):

@@ -1,11 +1,11 @@
 """One iteration over a dataset: `DataIterator`, and the thread that works ahead of it.
 
-A daemon thread fills a bounded queue. A thread of `concurrent.futures` would do, but
-for one thing: Python waits for those before it exits, forever if a source blocks. A
-daemon thread that is in JAX or other C++ code while Python exits crashes the process,
-so the exit closes them, and waits a moment for all. A thread refers to the
-`_Prefetcher` alone, never to the user's `DataIterator`: when a loop is left without
-closing and that is dropped, its finalizer closes the thread.
+A daemon thread fills a bounded queue. A thread of `concurrent.futures` will not do, as
+Python waits for those at exit, forever if a source blocks. A daemon thread that is in
+JAX or other C++ code while Python exits crashes the process, so they are closed at
+exit, which waits a moment for all. A thread refers to the `_Prefetcher` alone, never to
+the user's `DataIterator`: when a loop is left without closing and that is dropped, its
+finalizer closes the thread.
 """
 
 import atexit
@@ -31,8 +31,8 @@ from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# How long closing waits for a thread. One that is inside the user's source cannot be
-# stopped there; it ends when the source returns.
+# How long closing waits for a thread. One inside the user's source cannot be stopped;
+# it ends when the source returns.
 _CLOSE_S = 1.0
 
 
@@ -103,7 +103,7 @@ class DataIterator(_checks.WithReflexes):
             state: What `get_state` returned, here or in another run, on the same or
                 another number of processes.
             skip: Whether to read a source that cannot seek from the start of the epoch,
-                and drop the rows before the position.
+                dropping the rows before the position.
 
         Raises:
             DataError: If the state is of another dataset, or the source cannot seek.
@@ -140,10 +140,10 @@ class DataIterator(_checks.WithReflexes):
 
 
 class _Prefetcher:
-    """Makes batches: ahead, in a thread, or with `prefetch=0` when they are taken.
+    """Makes batches ahead in a thread, or on demand with `prefetch=0`.
 
-    Permits bound how many are made ahead. A queue with a bound would not do: the thread
-    would make one more, and wait to put it there.
+    Permits limit the batches made ahead. With a bounded queue, the thread would make
+    one more, and wait to put it there.
     """
 
     def __init__(self, plan: DataPlan, position: Position) -> None:
@@ -202,7 +202,7 @@ _open: weakref.WeakSet[_Prefetcher] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Closes all that is open, in the time that closing one may take."""
+    """Closes all open threads, in the time that closing one may take."""
     prefetchers, end_s = list(_open), time.monotonic() + _CLOSE_S
     for prefetcher in prefetchers:
         prefetcher.close(0.0)

@@ -1,9 +1,8 @@
 """MNIST and the datasets in its format, prepared for TFDS without TensorFlow.
 
-TFDS's own builders of them need TensorFlow to open two gzipped files. Here the same
-builders (name, version, features, URLs, checksums) read their files with NumPy; what
-they write is TFDS's own dataset. `tests/test_data_sources.py` notices if TFDS changes
-what is overridden here.
+TFDS's own builders need TensorFlow to open gzipped files. Here the same builders (name,
+version, features, URLs, checksums) read their files with NumPy, and write TFDS's own
+dataset. `tests/test_data_sources.py` notices if TFDS changes what is overridden here.
 """
 
 import gzip
@@ -28,7 +27,7 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def without_tensorflow(builder: Builder) -> Builder:
-    """Returns a builder of the MNIST family with files read by NumPy; others as is."""
+    """Returns a builder of MNIST's family that reads with NumPy; others as they are."""
     tfds = importlib.import_module("tensorflow_datasets")
     if not isinstance(builder, tfds.image_classification.MNIST):
         return builder
@@ -56,7 +55,7 @@ def without_tensorflow(builder: Builder) -> Builder:
 
 
 def new_builder(builder: Builder, builder_class: Any = None, **options: Any) -> Builder:
-    """Returns a builder of the same dataset, which looks at its directory anew."""
+    """Returns a builder of the same dataset that rereads its directory."""
     return (builder_class or type(builder))(
         data_dir=builder.data_dir_root,
         config=builder.builder_config.name if builder.builder_config else None,

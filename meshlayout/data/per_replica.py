@@ -1,8 +1,8 @@
 """Sources that each process makes for itself, as in tf.distribute.
 
-For input that cannot be divided after the fact: files on local disks, a service that
-sends each host its part. Processes that share a replica must make the same input, so
-the user's function is told which input pipeline it makes, not which process it is on.
+Use them for input that cannot be divided afterward: files on local disks, a service
+that sends each host its part. Processes that share a replica must make the same input,
+so the user's function is given the index of its input pipeline, not of its process.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -24,7 +24,7 @@ from meshlayout.errors import DataError
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which part of the input this process makes.
+    """The part of the input that this process makes.
 
     Attributes:
         num_input_pipelines: The number of pipelines. Processes that hold parts of the
@@ -43,7 +43,7 @@ class InputContext:
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns how many rows of a global batch each replica gets."""
+        """Returns the number of rows of a global batch per replica."""
         return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
     @classmethod
@@ -66,17 +66,17 @@ def distribute_datasets_from_function(
     Use this to port a pipeline from tf.distribute, or if each process must read its own
     part of the data. The source that the function returns is cut into this process's
     part of the global batches, one replica's rows after another's. A source of batches
-    of the per-replica size, as for tf.distribute, feeds one to each replica in turn.
+    of the per-replica size, as in tf.distribute, gives each replica one in turn.
 
     Args:
         fn: Called with an `InputContext`, once, or once per epoch if it is a
             generator function; returns any source that `distribute_dataset` takes.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         batched: Whether the elements of an iterable are batches. Without
-            `global_batch_size`, None takes elements that could be either as batches,
-            as tf.distribute does.
-        **options: Those of `distribute_dataset` but `per_process`. Without
-            `global_batch_size`, it is the size of the first batch of the source times
+            `global_batch_size`, None takes ambiguous elements for batches, as
+            tf.distribute does.
+        **options: Those of `distribute_dataset` except `per_process`.
+            `global_batch_size` defaults to the size of the source's first batch times
             the number of replicas.
 
     Raises:

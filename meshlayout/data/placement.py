@@ -1,8 +1,8 @@
-"""Which rows of a batch a process loads, and how they become global arrays.
+"""The rows of a batch that a process loads, and their way into global arrays.
 
-A process loads the rows of which its devices hold a part, each row once; where the mesh
-shards a row itself, several processes load it. Weights are added or masked on the way,
-so that every batch says which of its rows are padding.
+A process loads the rows of which its devices hold a part, each row once. If the mesh
+shards rows themselves, several processes load the same row. Weights are added or masked
+on the way, so that every batch says which of its rows are padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def process_rows(
     global_shape: Sequence[int] | int,
     process_index: int | None = None,
 ) -> np.ndarray:
-    """Returns which rows of a global array a process has to load.
+    """Returns the rows of a global array that a process must load.
 
     Use this to write a source for `per_process=True`, or to read only the needed rows
     of a file. The process's devices hold parts of these rows; each row is listed once,
@@ -71,7 +71,7 @@ def process_rows(
 
 @_checks.user_call
 def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
-    """Returns how many rows of a global batch each replica gets; they must divide.
+    """Returns the number of rows of a global batch per replica; they must divide.
 
     The number of replicas is the product of the mesh's batch axes.
 
@@ -102,7 +102,7 @@ def batch_layout(
 ) -> Layout:
     """Returns the layout of batches; a mesh shards the first dim over `BATCH_AXES`.
 
-    Calls `warn` if it has no such axis: whole batches everywhere are seldom meant.
+    Calls `warn` if it has no such axis: whole batches everywhere are rarely meant.
     """
     if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
         mesh = as_mesh(layout_or_mesh)
@@ -127,7 +127,7 @@ def batch_layout(
 
 
 def input_pipeline(layout: Layout) -> tuple[int, int]:
-    """Returns how many groups of processes load the same rows, and the one of this.
+    """Returns the number of groups of processes that load equal rows, and this one's.
 
     Raises DataError where no source can give this process its own rows.
     """
@@ -226,7 +226,7 @@ def find_weights(
 ) -> tuple[ExampleSpec, int | None]:
     """Returns the spec of batches, and the index of the weights among its leaves.
 
-    The weights that the source has under `key`; or if there are none, `add`ed ones.
+    These are the source's weights under `key`, or if there are none, `add`ed ones.
     """
     if key is None:
         return spec, None
@@ -259,7 +259,7 @@ def find_weights(
 
 
 def padding_hint(rows: PyTree) -> str:
-    """Returns what a user can do if such rows have no place for weights of padding."""
+    """Returns advice for rows that have no place for weights of padding."""
     place = "a dict carries them under a key"
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"

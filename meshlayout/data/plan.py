@@ -1,9 +1,9 @@
-"""What a dataset does, decided once from its options and the first rows of its source.
+"""The plan of a dataset, decided once from its options and its source's first rows.
 
 Everything that can be refused is refused here, before training starts: leaves that
-cannot be placed, padded or divided, and on several processes options or rows that
-differ between them. Each process sends its errors to the others, so that none of them
-waits for a process that has already failed.
+cannot be placed, padded or divided, and options or rows that differ between processes.
+Each process sends its errors to the others, so none waits for a process that has
+already failed.
 """
 
 import functools
@@ -95,7 +95,7 @@ def checked_seed(shuffle: object, where: str = "") -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The arguments of `distribute_dataset`, of the same names, checked."""
+    """The checked arguments of `distribute_dataset`, with the same names."""
 
     global_batch_size: int | None = None  # which may be inferred from the source
     remainder: str = "pad"
@@ -108,7 +108,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "DataOptions":
-        """Returns a user's options, of which one may be misspelled."""
+        """Returns a user's options; raises DataError for a misspelled one."""
         for name in options:
             known = tuple(cls.__dataclass_fields__)
             _checks.choice("an option of a dataset", name, known, error=DataError)

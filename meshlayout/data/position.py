@@ -1,8 +1,8 @@
 """The position of an iteration over a dataset, as JSON.
 
 A position is a few counts: with random access they determine the next batch, and a
-stream adds its own position. It is saved with what must be the same for it to mean the
-same batches; otherwise some examples would silently be skipped, and others repeated.
+stream adds its own position. It is saved with everything that determines the batches:
+if that changed, some examples would silently be skipped, and others repeated.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
 
 def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
-    """Returns a position as a JSON-serializable dict, with what it belongs to."""
+    """Returns a position, with its dataset's identity, as a JSON-serializable dict."""
     of = {f"of_{name}": value for name, value in identity.items()}
     header = {"kind": "meshlayout.data", "version": _VERSION}
     return {**header, **of, **position._asdict()}

@@ -1,8 +1,8 @@
 """A TFDS dataset that is prepared on disk: found, or downloaded and prepared.
 
-TFDS reports what is missing in many ways, most of them long, and tries a server that
-cannot be reached for minutes. Here each becomes one sentence with the fix, and nothing
-is downloaded before a server has answered.
+TFDS reports missing data in many, mostly long ways, and retries an unreachable server
+for minutes. Here each becomes one sentence with a fix, and nothing is downloaded before
+a server has answered.
 """
 
 import importlib
@@ -96,8 +96,8 @@ def _unavailable(name: str, directory: Any, reason: str) -> DataError:
 def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
     """Returns why no server of a dataset's files answers; empty if one does.
 
-    A file of each is asked for, through the proxies that the environment names, and not
-    read: that may take hours. In a thread, since to look up a host has no time-out.
+    A file of each is requested, through the environment's proxies, but not read, which
+    may take hours. In a thread, since looking up a host has no time-out.
     """
     requests = importlib.import_module("requests")  # TFDS downloads with it
     urls = [url for url in builder.url_infos or {} if url.startswith("http")]
@@ -123,7 +123,7 @@ def unreachable(builder: Builder, timeout_s: float = 4.0) -> str:
 
 
 def _without_advice(record: logging.LogRecord) -> bool:
-    """Keeps TFDS from recommending OpenCV to all who decode images with Pillow."""
+    """Keeps TFDS from recommending OpenCV to users who decode with Pillow."""
     # If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
     return "OpenCV is not installed" not in str(record.msg)
 

@@ -1,9 +1,9 @@
 """Sources of examples: the two protocols that every adapter implements.
 
-`distribute_dataset` takes arrays, iterables and the datasets of several frameworks.
-Where none of them fits (a database, your own file format, a service), write a class
-with these methods. Any class that has all the methods of a protocol is a source;
-nothing has to be inherited or registered.
+`distribute_dataset` takes arrays, iterables and the datasets of several frameworks. If
+none of them fits (a database, your own file format, a service), write a class with
+these methods. Any class with all the methods of a protocol is a source; there is
+nothing to inherit or register.
 
 Examples:
     >>> import numpy as np
@@ -38,8 +38,8 @@ JSON: TypeAlias = Any
 class RandomAccessSource(Protocol):
     """A source that can read any of its rows by index.
 
-    Use this if rows can be looked up: batches are then shuffled by `shuffle=`, every
-    process reads only the rows that its devices need, and iteration resumes anywhere.
+    Use this if rows can be looked up: `shuffle=` then shuffles batches, every process
+    reads only the rows that its devices need, and iteration resumes anywhere.
     """
 
     def __len__(self) -> int:
@@ -49,10 +49,10 @@ class RandomAccessSource(Protocol):
     def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows as a tree of NumPy arrays, whose first dim is `len(indices)`.
 
-        `indices` is an int64 array of at least one row, in the order asked for. Row `i`
+        `indices` is an int64 array of at least one row, in the requested order. Row `i`
         of an `epoch`, from 0, must be the same on every process and in every run; only
         sources that shuffle or augment by themselves differ by epoch. Several threads
-        may call this at once, and what was returned must not be written to again.
+        may call this at once, and returned arrays must not be modified later.
         """
         ...
 
@@ -64,7 +64,7 @@ class Stream(Iterator[PyTree], Protocol):
     def get_state(self) -> JSON:
         """Returns the position after the last element, JSON-serializable.
 
-        None means that the stream cannot seek: resuming then reads from the start.
+        None means that the stream cannot seek: to resume, it is read from the start.
         """
         ...
 

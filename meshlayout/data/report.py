@@ -1,4 +1,4 @@
-"""How long an input pipeline reads, places and is waited for, and what it noted."""
+"""The time that an input pipeline reads, places and is waited for, and its notes."""
 
 import logging
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PipelineReport:
-    """How an input pipeline has spent its time so far, on this process.
+    """The time that an input pipeline has spent so far, on this process.
 
     If `waited_s` is near 0, the pipeline keeps up with training. Otherwise, look at the
     larger of `read_s` and `place_s`.
 
     Attributes:
-        read_s: Seconds spent making batches on the host, in the user's source and here.
+        read_s: Seconds spent making batches on the host, including the user's source.
         place_s: Seconds spent copying them to the devices.
         waited_s: Seconds that the loop spent waiting for batches.
         rows: Examples that this process has read.
         batches: Batches that the loop received.
-        notes: What was converted, chosen or dropped, in sentences.
+        notes: Sentences on what was converted, chosen or dropped.
 
     Examples:
         >>> print(PipelineReport(0.5, 0.125, 0.25, 512, 4, ("A note.",)))

@@ -24,15 +24,15 @@ def pack_sequences(
     r"""Makes rows of one length from documents of any length.
 
     Use this to feed a language model. A row is a dict of arrays of shape (length,):
-    `tokens`, int32, and `weight`, float32, which is 0 for padding and other tokens not
-    to learn from. `mode="chunk"` concatenates the documents and cuts the result into
+    `tokens`, int32, and `weight`, float32, which is 0 for padding and other tokens
+    without a loss. `mode="chunk"` concatenates the documents and cuts the result into
     rows. `mode="pack"` puts whole documents into a row, several if they fit, and adds
     `segment_ids` (1, 2, ... in a row; 0 is padding) and `positions` (0, 1, ... in a
-    segment), so that a model can tell the documents apart.
+    segment), with which a model can tell documents apart.
 
-    Packing is Grain's: each document goes into the first of `open_rows` rows that has
-    room; if none has room, all rows are closed. A document longer than a row is cut.
-    Every token is in exactly one row.
+    Grain does the packing: each document goes into the first of `open_rows` rows that
+    has room; if none has room, all rows are closed. A document longer than a row is
+    cut. Every token is in exactly one row.
 
     Args:
         documents: Texts, bytes, or 1-D arrays of tokens: a list, any iterable, a
@@ -43,13 +43,13 @@ def pack_sequences(
         tokenizer: Encodes texts: an object with `encode(text)`, or a function. By
             default, every byte of a text's UTF-8 is a token, 0 to 255.
         separator: A token to add after every document; None adds nothing.
-        remainder: Whether to `"pad"` or `"drop"` a last row of chunks.
-        targets: Whether rows get `targets`: for every token the next one of its
-            document (in chunks, of the whole text). Where there is none, target and
-            weight are 0.
+        remainder: Whether to `"pad"` or `"drop"` the last row in chunk mode.
+        targets: Whether rows get `targets`: for every token, the next token of its
+            document (in chunk mode, of the whole text). Without a next token, target
+            and weight are 0.
         document_ids: Whether rows get `document_ids`, the index of each token's
             document in its pass (-1 for padding), and `document_positions`.
-        open_rows: How many rows are open at once; more rows leave less padding.
+        open_rows: The number of rows open at once; more rows leave less padding.
 
     Returns:
         The rows: a Grain IterDataset, whose iterators have `get_state` and `set_state`,

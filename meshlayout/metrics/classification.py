@@ -1,4 +1,4 @@
-"""Metrics of predictions and labels: scores per class with the true class.
+"""Metrics of predictions and labels: scores per class against true classes.
 
 Comparisons and sums, without gathers and sorts, keep logits on their shards.
 """
@@ -92,7 +92,7 @@ def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
 def _highest(scores: jax.Array) -> jax.Array:
     """Returns the class with the highest score; -1 where a score is NaN.
 
-    In blocks of classes, which stay on their shards: compilers for TPUs gather the
+    Works in blocks of classes, which stay on their shards: TPU compilers gather the
     logits of a plain argmax, and comparing all with the highest copies them.
     """
     num_classes = scores.shape[-1]
@@ -121,14 +121,14 @@ class Accuracy(_PairMetric, MeanMetric):
 
     Predictions are scores of shape `(..., classes)`; class numbers of the labels'
     shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
-    or one-hot; with a threshold, labels above 0 are positive. Of equal scores the lower
-    class is predicted. Scores with NaN are wrong, and so are labels of no class.
+    or one-hot; with a threshold, labels above 0 are positive. On ties, the lower class
+    is predicted. Scores with NaN are wrong, as are labels that are not a class.
 
     Args:
-        top_k: How many classes with the highest scores count as predicted.
+        top_k: The number of classes with the highest scores that count as predicted.
         threshold: For two classes with one score per label: scores above it predict 1.
         predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
+        labels: The name of the labels in them.
 
     Examples:
         >>> logits = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
@@ -167,8 +167,8 @@ class Accuracy(_PairMetric, MeanMetric):
 def _is_in_top(scores: jax.Array, labels: jax.Array, top_k: int) -> jax.Array:
     """Returns for each label whether at most `top_k - 1` classes rank above its own.
 
-    Of equal scores the lower class number ranks higher, and NaN ranks above all.
-    `jax.lax.top_k` would sort, and gather logits whose classes are sharded.
+    On ties, the lower class number ranks higher; NaN ranks above all. `jax.lax.top_k`
+    would sort, and gather logits whose classes are sharded.
     """
     own = _score_of(labels, scores)[..., None]
     classes = jnp.expand_dims(jnp.arange(scores.shape[-1]), tuple(range(labels.ndim)))
@@ -200,11 +200,11 @@ class Perplexity(_PairMetric, MeanMetric):
 
 
 class ConfusionMatrix(_PairMetric):
-    """How often each class was predicted for each label: labels in rows.
+    """How often each class was predicted for each label, with labels in rows.
 
     Predictions are scores of shape `(..., num_classes)` or class numbers; labels as for
-    `Accuracy`. A label or prediction that is not a class, and a row of scores with NaN,
-    is in no cell; `compute().sum()` is then less than the total weight.
+    `Accuracy`. A label or prediction that is not a class, or a row of scores with NaN,
+    is not counted, which makes `compute().sum()` less than the total weight.
 
     Examples:
         >>> predictions, labels = jnp.array([0, 1, 1]), jnp.array([0, 0, 1])
@@ -265,7 +265,7 @@ class _ClassShare(_PairMetric):
         return jnp.stack([jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in table])
 
     def compute(self) -> jax.Array:
-        """Returns the mean over classes, or the value of each; NaN if none occurs."""
+        """Returns the mean over classes, or one value each; NaN if no class occurs."""
         hits, predicted, actual = jnp.asarray(self.sums)
         divisor = self._shares[0] * predicted + self._shares[1] * actual
         share = hits / jnp.where(divisor > 0, divisor, 1)
@@ -280,13 +280,13 @@ class Precision(_ClassShare):
     By default a score of the labels' shape above the threshold predicts 1, and labels
     above 0 are positive. With `num_classes`, both are as for `ConfusionMatrix`.
 
-    A division by 0 gives 0; a class that occurs neither among labels nor among
-    predictions has the value NaN, and does not count in the mean over classes. For
-    other means, `sums` has the rows hits, predictions and labels, a column per class.
+    A division by 0 gives 0. A class that occurs neither among labels nor among
+    predictions is NaN, and does not count in the mean over classes. For other means,
+    `sums` has the rows hits, predictions and labels, and a column per class.
 
     Args:
-        threshold: 0.0 by default, for logits; 0.5 is for probabilities.
-        num_classes: The number of classes, if they are not two.
+        threshold: The default, 0.0, is for logits; use 0.5 for probabilities.
+        num_classes: The number of classes, if there are more than two.
         average: `"macro"` for the mean over classes; None for one value per class.
 
     Examples:

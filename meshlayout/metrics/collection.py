@@ -1,7 +1,7 @@
 """`Metrics`: named metrics that read like a dict of their values.
 
-Arguments are found by name, so that one dict of metrics serves any model. Nothing waits
-for the device until a value is printed or turned into a number.
+Arguments are found by name, so one dict of metrics serves any model. Nothing waits for
+the device until a value is printed or converted to a number.
 """
 
 import inspect
@@ -37,7 +37,7 @@ class Metrics(Mapping[str, Any]):
     for all of them. Names keep their order.
 
     Args:
-        metrics: By name: metrics of this library, clu, metrax, nnx's Average and
+        metrics: Metrics by name: of this library, clu, metrax, nnx's Average and
             Accuracy, or pytrees with `empty`, `from_model_output`, `merge`, `compute`.
 
     Examples:
@@ -97,22 +97,22 @@ class Metrics(Mapping[str, Any]):
         losses: ArrayLike | None = None,
         weights: ArrayLike | WeightsKey | None = "weight",
     ) -> "Metrics":
-        """Returns the metrics with one step's batch added, as steps do.
+        """Returns the metrics with one batch added, as in a step.
 
         Arguments are found by name: an output, otherwise an entry of the batch,
-        otherwise `losses` or `batch` themselves. A built-in metric has the names in its
-        fields, as `Accuracy(labels="class")`; another in its `from_model_output`.
+        otherwise `losses` or `batch` themselves. Built-in metrics have the names in
+        fields, as in `Accuracy(labels="class")`, others in `from_model_output`.
 
         Args:
             outputs: The outputs of the loss function, by name; None if there are none.
-            batch: A mapping; or a tuple or list, whose entries are named by indices.
+            batch: A mapping, or a tuple or list, whose entries are named by index.
             losses: Per-example losses.
-            weights: Per-example weights, or where the batch has them, as the trainer
-                puts them there; None if all count.
+            weights: Per-example weights, or their key in the batch, where the trainer
+                puts them; None if all examples count.
 
         Raises:
-            MetricError: If an argument is not found, or does not fit; or if there are
-                weights, and a metric cannot leave anything out.
+            MetricError: If an argument is not found or does not fit, or if there are
+                weights and a metric cannot use them.
         """
         entries = dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else batch
         entries = entries if isinstance(entries, Mapping) else {}
@@ -130,7 +130,7 @@ class Metrics(Mapping[str, Any]):
         return Metrics(updated, self.names)
 
     def merge(self, other: "Metrics") -> "Metrics":
-        """Returns the metrics of all that both counted; their names must be equal."""
+        """Returns the metrics of everything that both counted; names must be equal."""
         if not isinstance(other, Metrics) or {*other.names} != {*self.names}:
             what = ", ".join(getattr(other, "names", ())) or _checks.shown(other)
             msg = f"Metrics of {', '.join(self.names)} do not merge with {what}."
@@ -144,7 +144,7 @@ class Metrics(Mapping[str, Any]):
         return jax.tree.map(_like, empty, self)
 
     def compute(self) -> dict[str, Any]:
-        """Returns the values by name, as arrays that may still be being computed."""
+        """Returns the values by name, as arrays that may not be computed yet."""
         return {name: self[name] for name in self.names}
 
     def local_values(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _as_metric(name: str, metric: object) -> Any:
         return Accuracy(labels="labels", threshold=threshold)
     is_class = isinstance(metric, type)
     if is_class and issubclass(metric, (Metric, nnx.metrics.Metric)):
-        fact = f"is no metric; an instance of it is: {metric.__name__}()."
+        fact = f"is a class; give an instance: {metric.__name__}()."
     elif isinstance(metric, str):
         fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
@@ -233,7 +233,7 @@ def _measured(metric: Any, named: Mapping[str, Any], weights: ArrayLike | None) 
 
 
 def _like(empty: Leaf, leaf: Leaf) -> Any:
-    """Returns what a metric starts with, perhaps a number, like a later value."""
+    """Returns a metric's first value, perhaps a number, like its later ones."""
     if not hasattr(leaf, "dtype"):
         return empty
     empty = _jax.with_weak_type(jnp.asarray(empty, leaf.dtype), weak_type=False)

@@ -1,4 +1,4 @@
-"""Metrics as frozen values that hold one array of sums, and those of plain numbers.
+"""Metrics as frozen values that hold one array of sums, and metrics of numbers.
 
 A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its array
 must keep shape and dtype, and metrics must merge in any grouping. Sums do both.
@@ -30,19 +30,19 @@ class Metric:
     """Base of the built-in metrics: an immutable value, and a pytree.
 
     It follows the protocol of clu and metrax, with settings in the instance: `empty`,
-    `from_model_output`, `merge` and `compute`; `update` merges a batch whose arguments
-    are given one by one. In `shard_map`, `jax.lax.psum` merges those of all shards.
+    `from_model_output`, `merge` and `compute`; `update` merges a batch given as
+    separate arguments. In `shard_map`, `jax.lax.psum` merges the metrics of all shards.
 
     `weights` are per element: None if all elements count, or an array of the shape of
     the elements or of their first dims. An element of weight 0 adds nothing, even if it
-    is NaN, nor do rows that pad a strategy's short batch. Sums are float32, so that a
-    count of more than 2**24 is rounded.
+    is NaN; nor does a strategy's padding. Sums are float32, so counts above 2**24 are
+    rounded.
 
-    A subclass becomes a frozen dataclass and a pytree by itself: its annotated fields
-    are settings, and part of the structure.
+    A subclass automatically becomes a frozen dataclass and a pytree: its annotated
+    fields are settings, and part of the structure.
 
     Attributes:
-        sums: float32: what has been counted so far.
+        sums: The sums so far, float32.
     """
 
     sums: Any = dataclasses.field(default=None, kw_only=True, repr=False)
@@ -81,12 +81,12 @@ class Metric:
     def from_model_output(
         self, *, weights: ArrayLike | None = None, **named: Any
     ) -> Self:
-        """Returns the metric of one batch alone, or raises MetricError.
+        """Returns the metric of one batch, or raises MetricError.
 
         Args:
             weights: The weights; None if all count.
-            **named: Outputs and entries of the batch, among them those that the
-                settings name; positions as `"0"`, `"1"`.
+            **named: Outputs and entries of the batch, including those that the settings
+                name; positions are `"0"`, `"1"`.
         """
         kind, inputs = type(self).__name__, []
         home = "ml.metrics." * type(self).__module__.startswith("meshlayout.")
@@ -103,7 +103,7 @@ class Metric:
         raise NotImplementedError
 
     def merge(self, other: Self) -> Self:
-        """Returns the metric of all that both counted; refuses another class's."""
+        """Returns the metric of everything that both counted; classes must match."""
         if jax.tree.structure(self) != jax.tree.structure(other):
             msg = f"{self!r} does not merge with {other!r}: both must have the same "
             raise MetricError(f"{msg}class and settings.")
@@ -175,7 +175,7 @@ class Mean(MeanMetric):
     """The weighted mean of values: `total` divided by `count`.
 
     Args:
-        values: Their name in a step's outputs or batch; by default per-example losses.
+        values: Their name in a step's outputs or batch; the default is the losses.
 
     Examples:
         >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
@@ -200,7 +200,7 @@ class Mean(MeanMetric):
 
 
 class Sum(Mean):
-    """The weighted sum of values, arguments as `Mean`; 0 if nothing was counted."""
+    """The weighted sum of values, 0 if nothing was counted; arguments as for `Mean`."""
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
@@ -210,8 +210,8 @@ class Sum(Mean):
 class Last(Mean):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
-    Use this for a number per step, such as a learning rate; arguments as `Mean`.
-    Merging keeps the value of the other metric, which is taken to be the later one.
+    Use this for a number per step, such as a learning rate. Arguments are as for
+    `Mean`. Merging keeps the other metric's value, which is assumed to be later.
     """
 
     def _sums_of(self, inputs: Arrays, weights: ArrayLike | None) -> jax.Array:

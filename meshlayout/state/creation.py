@@ -1,8 +1,8 @@
-"""`create`: describe a state, lay it out, make it; never larger than its shards.
+"""`create`: describe a state, lay it out, and create it shard by shard.
 
 A builder runs once, abstractly. Arrays become results of the trace; other leaves
-(Python numbers, functions) are kept. Flax's own sharding by metadata is off in the
-meantime, since the layout map decides.
+(Python numbers, functions) are kept. Flax's own sharding by metadata is off meanwhile,
+since the layout map decides.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class TracedBuild:
 
 @dataclass(frozen=True)
 class StateDescription(Generic[T]):
-    """A state before it is made: everything known without allocating a byte.
+    """A state before it is created: all that is known without allocating a byte.
 
     Attributes:
         abstract: The state with a `jax.ShapeDtypeStruct`, which includes the sharding,
@@ -122,28 +122,28 @@ class StateDescription(Generic[T]):
 def describe(
     build: Callable[[], T], layouts: LayoutMap | None = None
 ) -> StateDescription[T]:
-    """Describes the state that `create(build, layouts)` would make, without making it.
+    """Describes the state that `create(build, layouts)` makes, without allocating it.
 
-    For shapes and layouts, or `Checkpointer.restore`; arguments are as for `create`.
+    Use this for shapes and layouts, or to restore; arguments are those of `create`.
     """
     return describe_state(build, layouts, "describe")
 
 
 @_checks.user_call
 def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
-    """Makes a state whose arrays are created in their layouts.
+    """Creates a state whose arrays are born in their layouts.
 
-    The values are those of calling `build()` without a mesh, to the bit. No device ever
-    holds the whole of an array that its layout shards, except for operations that need
-    whole operands for the same bits, such as the QR of an orthogonal initializer.
-    `TrainState.create` makes a model together with its optimizer.
+    The values are bit-identical to those of `build()` without a mesh. No device ever
+    holds a sharded array whole, except where operations need whole operands for the
+    same bits, as the QR of an orthogonal initializer does. To create a model together
+    with its optimizer, use `TrainState.create`.
 
     Args:
-        build: A function of no arguments that makes an NNX module, Linen variables,
-            an optimizer's state, or any pytree. It is traced, once. Arrays that already
+        build: A function without arguments that returns an NNX module, Linen variables,
+            an optimizer's state, or any pytree. It is traced once. Arrays that already
             exist are copied to the mesh; other leaves are returned unchanged.
-        layouts: The layouts, by path. Without, those of the open `scope`; else every
-            device holds everything, on the default mesh or on all as one axis `batch`.
+        layouts: The layouts, by path. By default those of the open `scope`; else all is
+            replicated, on the current mesh or on all devices as one axis `batch`.
 
     Raises:
         StateError: If the builder draws from an outer `nnx.Rngs`, or returns nothing.

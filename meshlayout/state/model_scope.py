@@ -1,10 +1,10 @@
-"""`with ml.scope(layouts):` creates models sharded, in unchanged code.
+"""`with ml.scope(layouts):` creates models sharded, with unchanged code.
 
 While a scope is open, constructing an NNX module or calling Linen's `init` goes through
 `create`. A module that is passed to another one later (the layers of an
 `nnx.Sequential`) is created first, under a path that is not final: arrays without a
-rule are sharded as finely as they divide, and get their layouts when the parent is
-made. Inside jit and other transformations, everything is constructed as without.
+rule are sharded as finely as possible, and get their layouts when the parent is made.
+Inside jit and other transformations, a scope changes nothing.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from meshlayout.state.operations import finest_layout
 def scope(layouts: LayoutMap) -> contextlib.AbstractContextManager[LayoutMap]:
     """Creates models with these layouts.
 
-    Inside, NNX modules and the variables of Linen's `init` are created sharded, by
-    unchanged code, and `constrain` and `create` follow the map.
+    Inside, unchanged code creates NNX modules and the variables of Linen's `init`
+    sharded, and `constrain` and `create` follow the map.
 
     Raises:
         StateError: If a module draws from an `nnx.Rngs` that it was not given.
@@ -112,7 +112,7 @@ class _Scope:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Makes an optimizer's state for a model, which is assumed to be complete."""
+        """Creates an optimizer's state for a model that is assumed to be complete."""
         self._move(model)  # slots are made like the parameters
         init(optimizer, model, *args, **kwargs)
         # nnx.ModelAndOptimizer holds the model, too.

@@ -2,10 +2,10 @@
 
 Compiling a whole builder into one program would change the last bits of the state: the
 compiler fuses and reorders across operations. So operations run one by one, as in JAX
-without jit, but every value is sharded as what is made of it will be, chosen backwards
-from the results, and freed after its last use. All these programs together compile in a
-third of the CPU time of one large program. Operations whose result depends on the order
-of a sum (QR in an orthogonal initializer, say) run on replicated operands.
+without jit, but every value is sharded like the results made from it, and freed after
+its last use. All these programs together compile in a third of the CPU time of one
+large program. Operations whose result depends on the order of a sum (QR in an
+orthogonal initializer, say) run on replicated operands.
 """
 
 import functools
@@ -97,7 +97,7 @@ def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 def _plan(
     jaxpr: Any, targets: Sequence[Layout], mesh: Mesh
 ) -> tuple[dict[Any, NamedSharding], list[tuple[Equation, list[Any]]]]:
-    """Chooses the shardings of what the results need, backwards from them.
+    """Chooses the shardings of all values, backwards from the results.
 
     Also returns its operations, each with the values that no later one uses.
     """

@@ -1,7 +1,7 @@
 """`TrainState`: everything that a training step carries forward.
 
-The arrays are plain nested dicts, split off the model once: `nnx.jit`, which takes
-modules, traverses them at every call. The model's code and the optimizer are static.
+The arrays are plain nested dicts, split off the model once, as `nnx.jit` would traverse
+modules at every call. The model's code and the optimizer are static.
 """
 
 import dataclasses
@@ -55,17 +55,17 @@ class ModelCode:
 class TrainState(_checks.WithReflexes, Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
-    Make one with `TrainState.create`. Its array fields are plain nested dicts (an Optax
-    state for `opt_state`), which `jax.tree`, `jax.jit` and `jax.grad` take directly. To
-    a type checker it is generic over its model: `TrainState[MLP]`.
+    Create one with `TrainState.create`. Its array fields are plain nested dicts (an
+    Optax state for `opt_state`), which `jax.tree`, `jax.jit` and `jax.grad` take
+    directly. For type checkers, it is generic over its model: `TrainState[MLP]`.
 
     Attributes:
         params: The trainable parameters.
         opt_state: The optimizer's state.
         model_state: The model's other arrays: batch statistics, RNG streams.
-        step: The number of updates that were applied, int32.
+        step: The number of updates so far, int32.
         rng: A PRNG key for the step's own randomness.
-        extra: Further arrays of a train step, by name: the moving average of the
+        extra: Other arrays of a train step, by name: the moving average of the
             parameters (`ema`), a loss scale, the number of skipped steps.
         program: The model's structure and the optimizer; no arrays.
     """
@@ -91,12 +91,12 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     ) -> "TrainState[Model]":
         """Creates a sharded state: parameters by the map, optimizer slots like them.
 
-        The values are those of building on one device, to the bit.
+        The values are bit-identical to those of a build on one device.
 
         Args:
             build: Makes the NNX module; or Linen's variables, together with `module`.
             optimizer: An Optax transformation, or `optax.MultiSteps`.
-            layouts: The layouts of the parameters; without, as for `ml.create`.
+            layouts: The layouts of the parameters; the default is that of `ml.create`.
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
@@ -122,9 +122,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         module: Model | None = None,
         rng: jax.Array | int = 0,
     ) -> "StateDescription[TrainState[Model]]":
-        """Describes the state that `create` would make, without making it.
+        """Describes the state that `create` would make, without allocating it.
 
-        For shapes and layouts, or `Checkpointer.restore`; arguments as for `create`.
+        Use this for shapes and layouts, or to restore; arguments are those of `create`.
         """
         creation.check_builder(build, _WHERE)
         tx, is_eager = _transformation(optimizer), creation.eager_sharding()
@@ -150,8 +150,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         """The model with these parameters: an NNX module, or a bound Linen module.
 
         Each access makes a new one, in the mode in which it was built: to predict, call
-        its `eval()`. What you set in it is not set in the state. A Linen module is
-        bound with its other collections mutable; read them by `model_state_of`.
+        its `eval()`. Changes to it do not change the state. A Linen module is bound
+        with its other collections mutable; read them with `model_state_of`.
         """
         self._refuse_used_up()
         code = self.program
@@ -177,7 +177,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             )
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
-        """Returns a model's arrays that are not parameters, for `model_state`.
+        """Returns a model's arrays other than its parameters, for `model_state`.
 
         Use this in your own step, after a call of `state.model`.
         """
@@ -191,7 +191,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values for some fields; `tx` is the optimizer."""
+        """Returns this state with new values of some fields; `tx` is the optimizer."""
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
@@ -210,8 +210,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
         Args:
             grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
-            model: The model after its forward pass, to take `model_state` from; without
-                it, batch statistics and random streams stay as they are.
+            model: The model after its forward pass, from which `model_state` is taken;
+                if omitted, batch statistics and random streams do not change.
         """
         self._refuse_used_up()
         if model is None and jax.tree.leaves(self.model_state):
@@ -289,9 +289,9 @@ def optimizer_by_path(
 ) -> optax.GradientTransformation:
     """Returns `optax.multi_transform` with patterns of paths instead of labels.
 
-    Use this to freeze a part of the model, or for learning rates of their own. Patterns
-    are searched for in the paths, and the first match wins; every path needs one. None
-    freezes its parameters and keeps no state for them.
+    Use this to freeze a part of the model, or to give parts their own learning rates.
+    Patterns are searched for in the paths, and the first match wins; every path needs a
+    match. None freezes its parameters and keeps no state for them.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -343,7 +343,7 @@ def optimizer_by_path(
 
 
 def start_training(model: nnx.Module) -> bool:
-    """Sets training mode where no mode is set; returns whether any layer is in it.
+    """Sets training mode where no mode is set; returns whether any layer has it.
 
     A layer that was built in evaluation mode keeps it.
     """

@@ -1,8 +1,8 @@
 """`compile_step`: one jit, state donated, layouts kept; never a silent recompile.
 
-A call is that of `jax.jit` on the same pytrees, and next to nothing else. What is to be
-said about a new program is said while JAX traces it, when nothing has run and nothing
-was donated: what has changed, whether the result fits, whether all processes agree.
+A call is that of `jax.jit` on the same pytrees, and next to nothing else. Checks of a
+new program happen while JAX traces it, before anything runs or is donated: what has
+changed, whether the result fits, whether all processes agree.
 """
 
 import contextlib
@@ -77,10 +77,10 @@ def compile_step(
 ) -> Any:
     """Compiles `step(state, batch, ...) -> (state, aux)`; also a decorator.
 
-    The program is the one `jax.jit` makes, with the state donated and its layouts
-    the same coming out as going in. The state that was passed is used up: continue with
-    the one that is returned. On several virtual CPU devices, every eighth call waits
-    for its result, because more steps in flight can deadlock XLA's thread pool.
+    The program is the one that `jax.jit` makes, with the state donated and its layouts
+    preserved. The state that you pass is used up: continue with the one that is
+    returned. On several virtual CPU devices, every eighth call waits for its result,
+    because more steps in flight can deadlock XLA's thread pool.
 
     Args:
         step: A function of a state (any pytree of arrays) and other pytrees. It
@@ -89,7 +89,7 @@ def compile_step(
         static_argnames: Hashable arguments, not arrays; new values make new programs.
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
-        layouts: The layout map that `constrain` follows inside.
+        layouts: The layout map that `constrain` applies inside.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ class _StepProgram:
 
 
 class OtherProgramError(Exception):
-    """A call is not like the last one, or JAX would trace; nothing has run."""
+    """A call differs from the last one, or JAX would trace; nothing has run."""
 
 
 # The program that JAX may trace now, and the arguments of the call that needs it.
@@ -134,11 +134,11 @@ _opened: ContextVar[Any] = ContextVar("_opened", default=(None, None))
 class CompiledStep(StepInspection, Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
-    Calling it raises StepError, before anything is run or used up, if what the step
-    returns is not a pair, if its state has another structure, shape or dtype than the
-    one that came in, if an array was used up before or would be donated twice; and with
-    `on_recompile="error"` if a new program would be needed. With `donate=False` there
-    is no state: nothing is donated, and the function may return anything.
+    Calling it raises StepError, before anything is run or used up, if the step does not
+    return a pair, if the new state differs from the old one in structure, shape or
+    dtype, if an array was already used up or would be donated twice, or if a new
+    program is needed with `on_recompile="error"`. With `donate=False` there is no
+    state: nothing is donated, and the function may return anything.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise
 
     def call(self, args: PyTree, kwargs: PyTree, error: Exception | None) -> Any:
-        """Runs a call that is not like the last one, or has failed as if it was."""
+        """Runs a call that differs from the last one, or failed as if it did not."""
         args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
             return self._traced(None, args, kwargs)
@@ -227,12 +227,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _again(
         self, program: _StepProgram, args: PyTree, kwargs: PyTree
     ) -> Callable[..., Any]:
-        """Returns what runs calls like one with these arguments, and refuses others.
+        """Returns a function that runs calls like this one, and refuses others.
 
-        A loop passes on a TrainState and metrics, whose arrays the program has made:
-        one of them tells whether the state was used up. Others have to be looked at,
-        as JAX would compile again without a word, or (0.10, on several devices) end the
-        process for an array that was used up or is donated twice.
+        In a loop, the program itself made the arrays of the TrainState and metrics: one
+        of them tells whether the state was used up. Other arrays must be checked, as
+        JAX would silently recompile, or (0.10, on several devices) end the process for
+        an array that was used up or is donated twice.
         """
         jitted, flatten, ref = program.jitted, default_registry.flatten, weakref.ref
         if not program.is_spread:  # where JAX itself refuses them
@@ -435,7 +435,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise StepError(f"{self.__name__}: {fact}") from None
 
     def _explain(self, now: Kinds) -> str:
-        """Warns of what differs from the most similar earlier call, and returns it."""
+        """Warns of the differences from the most similar earlier call; returns them."""
         # A step looks for the shapes of its metrics without any: no call is like that.
         names = {name.partition("/")[0] for name in now}
         alike = [x for x in self._seen if {n.partition("/")[0] for n in x} == names]
@@ -482,7 +482,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
 @contextlib.contextmanager
 def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
-    """Lets JAX trace a program inside: of a call's arguments, or to look at it."""
+    """Lets JAX trace a program inside: for a call's arguments, or for inspection."""
     token = _opened.set((program, call))
     try:
         yield
@@ -511,12 +511,12 @@ def _mesh_of(layouts: Iterable[Sharding | None]) -> Any:
 
 
 def as_weak_as(old: Leaf, leaf: Leaf) -> Any:
-    """Returns a leaf with an older one's weak type, whose change would recompile."""
+    """Returns a leaf with an older one's weak type, as a change would recompile."""
     return _jax.with_weak_type(leaf, weak_type=jax.typeof(old).weak_type)
 
 
 def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
-    """Returns a leaf of a new state as the old one was.
+    """Returns a leaf of a new state, with the old leaf's type and layout.
 
     JAX moves results to the host's memory first and then shards them: TPU compilers
     would gather on the host, or fail. tests/test_tpu_programs.py notices.
@@ -529,7 +529,7 @@ def _like(leaf: Leaf, old: Leaf, layout: Any) -> Any:
 
 
 def _key(layout: Sharding | None) -> Any:
-    """Returns a layout without `None` at the end of its spec, which means nothing."""
+    """Returns a layout without the trailing `None`s of its spec, which mean nothing."""
     if not isinstance(layout, NamedSharding):
         return layout
     spec = [*layout.spec]

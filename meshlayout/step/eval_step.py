@@ -1,7 +1,7 @@
-"""`make_eval_step` and `make_predict_step`: how good a model is, and what it predicts.
+"""`make_eval_step` and `make_predict_step`: measure a model, and predict with it.
 
-Nothing is donated, and of the state they take only what a forward pass needs: a change
-of optimizer recompiles nothing, and its arrays are not transferred.
+Nothing is donated, and they take only the parts of the state that a forward pass needs:
+a new optimizer recompiles nothing, and its arrays are not transferred.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,8 +58,8 @@ def make_eval_step(
 class EvalStep(StateStep[Metrics]):
     """A compiled eval step; made by `make_eval_step`.
 
-    `eval_step(state, batch, metrics)` measures a batch, and adds it to earlier metrics
-    if you give them. The state is not donated.
+    `eval_step(state, batch, metrics)` measures a batch, and adds the result to earlier
+    metrics if given. The state is not donated.
     """
 
     __name__ = "eval_step"
@@ -96,8 +96,8 @@ def make_predict_step(
 ) -> "PredictStep":
     """Makes a compiled step that returns a model's predictions for a batch.
 
-    `predict_fn` is a function of the model, in evaluation mode, and a batch. The other
-    arguments are those of `make_train_step`.
+    `predict_fn` takes the model, in evaluation mode, and a batch. The other arguments
+    are those of `make_train_step`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -127,7 +127,7 @@ class PredictStep(StateStep[Any]):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: TrainState, batch: Batch
     ) -> Any:
-        """Returns the model's predictions; raises StepError for what does not fit."""
+        """Returns the model's predictions; raises StepError if arguments do not fit."""
         return super().__call__(state, batch)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:

@@ -1,4 +1,4 @@
-"""What compiled steps say about their programs; nothing is run or donated for it."""
+"""Reports of compiled steps on their programs; nothing is run or donated for them."""
 
 import dataclasses
 import itertools
@@ -27,11 +27,11 @@ Kinds: TypeAlias = dict[str, tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes on each device while a step runs; text, or a table in notebooks.
+    """Bytes on each device while a step runs; text if printed, a table in notebooks.
 
-    What is measured is read off the compiled program. What the layouts say is
-    arithmetic: shapes of shards times sizes of dtypes, without the padding that TPUs
-    add to small arrays. Arguments that the program does not use count in neither.
+    Measured numbers come from the compiled program. Numbers by layout are arithmetic:
+    shapes of shards times sizes of dtypes, without the padding that TPUs add to small
+    arrays. Neither includes arguments that the program does not use.
     """
 
     parameter_bytes: int  # this and the next five by the layouts
@@ -53,7 +53,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at once, which must fit: the sum of what is measured.
+        """The most that is held at once, and must fit: the sum of the measured numbers.
 
         Arguments, outputs that take no argument's memory, temporaries and code.
         """
@@ -79,8 +79,8 @@ class StepMemory:
 class StepInspection:
     """Reports on the program of a step, for the arguments of a call.
 
-    Arguments are those of a call, and nothing is run or used up. They may be abstract:
-    `jax.ShapeDtypeStruct` with shardings, also on devices that are only described. A
+    Arguments are those of a call, but nothing is run or used up. They may be abstract:
+    `jax.ShapeDtypeStruct` with shardings, even on devices that are only described. A
     program that was or will be called is not compiled twice.
     """
 
@@ -100,7 +100,7 @@ class StepInspection:
     def communication(self, *args: Any, **kwargs: Any) -> "Communication":
         """Returns every collective of the compiled program, with bytes and mesh axes.
 
-        Use this to see what layouts cost, and with `to_lock` to hold it in a test.
+        Use this to see what layouts cost, and `to_lock` to fix that in a test.
         """
         compiled: Any = self.lower(*args, **kwargs).compile()
         state = compiled.args_info[0][0]
@@ -118,7 +118,7 @@ class StepInspection:
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
 
-        Use this to see whether a step fits, and what of it takes the memory.
+        Use this to see whether a step fits, and what takes the memory.
         """
         compiled: Any = self.lower(*args, **kwargs).compile()
         infos, treedef = jax.tree.flatten(compiled.args_info)
@@ -147,15 +147,15 @@ class StepInspection:
     def compile_for(
         self, target: str | AnyMesh, *args: Any, **kwargs: Any
     ) -> "CompiledProgram":
-        """Compiles for devices that need not be here: `planning.compile_for`."""
+        """Compiles for devices that need not exist here; see `planning.compile_for`."""
         return meshlayout.planning.compile_for(self, target, *args, **kwargs)
 
     def save_compiled(self, path: str | os.PathLike[str]) -> None:
-        """Saves the program compiled last in a file: `planning.save_compiled`."""
+        """Saves the program compiled last to a file; see `planning.save_compiled`."""
         meshlayout.planning.save_compiled(self, path)
 
     def load_compiled(self, path: str | os.PathLike[str]) -> None:
-        """Takes the first program from a file: `planning.load_compiled`."""
+        """Loads the first program from a file; see `planning.load_compiled`."""
         meshlayout.planning.load_compiled(self, path)
 
 

@@ -67,12 +67,12 @@ _interceptors: ContextVar[Interceptors] = ContextVar("_interceptors", default=()
 @_checks.user_call
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes of a step, for a combination that `precision=` has no name for.
+    """Dtypes of a step, for combinations that `precision=` has no name for.
 
     Attributes:
-        compute: The dtype in which layers compute, unless they were given one; None for
-            the parameters'. Statistics, losses and norms stay in float32.
-        output: The dtype of what the model returns; None leaves it unchanged.
+        compute: The dtype in which layers without a dtype of their own compute; None
+            for that of the parameters. Statistics, losses and norms stay in float32.
+        output: The dtype of the model's outputs; None leaves it unchanged.
     """
 
     compute: Any = None

@@ -42,7 +42,7 @@ RESERVED = ("loss", DATA, "grad_norm", *_KINDS)
 
 @dataclass(frozen=True)
 class Loss:
-    """How a batch becomes one number to minimize, and is measured."""
+    """How a batch becomes one number to minimize, and how it is measured."""
 
     loss_fn: Callable[..., Any]
     policy: PrecisionPolicy
@@ -127,7 +127,7 @@ class Loss:
         return parts, (after, values, outputs)
 
     def _check_broadcast(self, batch: Batch, rows: int) -> None:
-        """Warns of losses of shape (rows, rows) that hold each row with each label."""
+        """Warns of losses of shape (rows, rows), of each row with each label."""
         weights = get_weights(batch, self.weights)
         shapes = [np.shape(x) for x in jax.tree.leaves(batch) if x is not weights]
         has_labels = any(shape in ((rows,), (rows, 1)) for shape in shapes)
@@ -154,7 +154,7 @@ class Loss:
 
 
 def _check_mode(before: PyTree, after: PyTree) -> None:
-    """Warns of batch statistics that a Linen module has, and a train step leaves."""
+    """Warns of a Linen module's batch statistics that a train step does not change."""
     stats, new = (jax.tree.leaves(x.get("batch_stats")) for x in (before, after))
     if stats and all(map(operator.is_, stats, new)):
         msg = (
@@ -273,7 +273,7 @@ def make_loss(
     *,
     train: bool = False,
 ) -> Loss:
-    """Returns what the options of `where`, `make_train_step` or its like, mean."""
+    """Returns the checked options of `where`: `make_train_step` or the like."""
     context: Any = {"keywords": ("rngs", "train"), "where": where, "error": StepError}
     _checks.function("loss_fn", loss_fn, "model", "batch", **context)
     choices = get_args(losses.Denominator)

@@ -1,4 +1,4 @@
-"""Batches that no owner has placed: sharded by rows, and stacked for several steps."""
+"""Batches that nobody has placed: sharded by rows, and stacked for several steps."""
 
 import logging
 import math
@@ -62,7 +62,7 @@ def _mesh_of(state: TrainState) -> Any:
 def check_divided(
     state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int
 ) -> None:
-    """Raises StepError, before the first call on a mesh, if its devices do the same."""
+    """Raises StepError before the first call if a mesh's devices would do the same."""
     mesh, leaves = _mesh_of(state), jax.tree.leaves(batch)
     if mesh is None or any(isinstance(leaf, Tracer) for leaf in leaves):
         return

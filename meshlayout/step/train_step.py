@@ -76,44 +76,44 @@ def make_train_step(
     """Makes a compiled train step from a loss function written for one device.
 
     The step's numbers are those of one device: sums over the real examples of the
-    global batch are divided once, whatever the layouts, the padding and the
-    microbatches. What the model records (`losses.record`, values sown in NNX under a
-    name that ends in `loss`, Linen's `losses` collection) is added to the loss.
+    global batch are divided once, whatever the layouts, padding and microbatches.
+    Losses that the model records (by `losses.record`, by sowing in NNX under a name
+    that ends in `loss`, or in Linen's `losses` collection) are added.
 
     Args:
         loss_fn: A function of the model and a batch that returns losses of shape
-            (batch,) or (batch, ...), averaged per example; or those and a dict of
-            outputs for the metrics; or a scalar, where batches carry no weights. The
-            model is an NNX module in training mode, but for layers that were built in
+            (batch,) or (batch, ...), averaged per example; or a pair of those and a
+            dict of outputs for the metrics; or a scalar, if batches have no weights.
+            The model is an NNX module in training mode, except for layers built in
             evaluation mode, or a bound Linen module. Parameters named `rngs` and
             `train` receive an `nnx.Rngs` of this step and True.
-        metrics: What is measured besides the loss, by name.
+        metrics: Metrics besides the loss, by name.
         regularizers: Penalties by name, functions of the parameters that return a
             scalar: `{"l2": losses.l2(1e-5, where="kernel")}`.
-        weights: Where a batch carries its weights, (batch,) or the losses' own shape:
-            a key of a mapping, or an index of a tuple. A batch without an entry there
-            has none. One whose weights are all 0 has no loss and gradients of 0, and
-            is still a step, by which momentum and weight decay move the parameters.
-        denominator: What the weighted sum of losses is divided by: `"real"`, the sum
-            of weights; or `"global_batch_size"`, padding included.
+        weights: Where a batch carries its weights, (batch,) or the losses' shape: a key
+            of a mapping, or an index of a tuple. A batch without that entry has no
+            weights. If all weights are 0, gradients are 0, but it is still a step, in
+            which momentum and weight decay move the parameters.
+        denominator: The divisor of the weighted sum of losses: `"real"`, the sum of
+            weights; or `"global_batch_size"`, which includes padding.
         accumulate: The number of microbatches in a global batch, whose gradients are
             added. Microbatch i of k holds the rows i, i + k, i + 2k, ... of the global
-            batch, so the same on every mesh, and so are random draws. Operations that
-            mix examples see one microbatch at a time: batch statistics move the running
+            batch on every mesh, and random draws are the same, too. Operations that mix
+            examples see one microbatch at a time: batch statistics update the running
             averages k times, and scalar losses are averaged over the microbatches.
         clip_norm: The largest global norm of the gradients.
-        on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`,
-            or `"skip"`, leave the state as it was and count it in `state.extra`.
+        on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`, or
+            `"skip"` to keep the state unchanged and count the step in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
             or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
-            submodules with insides), `"full"`, or a policy of
+            submodules that have submodules), `"full"`, or a policy of
             `jax.checkpoint_policies` for the blocks.
-        steps_per_call: How many batches a call takes, up to a whole epoch's, as a list
-            or stacked in a dim before the batch dim, to run in one dispatch; the
-            metrics are those of all. On CPUs, XLA compiles loops less well.
-        layouts: The layout map that `constrain` follows in the model.
+        steps_per_call: The number of batches per call, up to a whole epoch, as a list
+            or stacked along a new first dim; they run in one dispatch, and the metrics
+            cover all. On CPUs, XLA compiles loops less well.
+        layouts: The layout map that `constrain` applies in the model.
         on_recompile: As for `compile_step`.
 
     Examples:
@@ -207,9 +207,9 @@ class StateStep(StepInspection, Generic[R]):
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> R:
-        """Runs the step on a batch, which is sharded if it comes from the host.
+        """Runs the step on a batch, and shards it if it comes from the host.
 
-        Several devices that would all compute the same are a StepError.
+        If several devices would all compute the same, this raises a StepError.
         """
         error = None
         try:  # to look all up again would take Python longer than a small step
@@ -333,9 +333,9 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     _trains = True
 
     def prepare(self, state: TrainState[T]) -> TrainState[T]:
-        """Returns the state with what this step's options keep in `state.extra`.
+        """Returns the state with the arrays that options keep in `state.extra`.
 
-        Calls do so themselves. To restore: `ck.resume(train_step.prepare(state))`.
+        Calls do this by themselves. To restore: `ck.resume(train_step.prepare(state))`.
         """
         return self._plan.update.prepared(state)
 
@@ -387,7 +387,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
 
 
 def check_state(where: str, state: object) -> None:
-    """Raises StepError, which says how to make one, for what is no TrainState."""
+    """Raises StepError, with the way to make one, if it is not a TrainState."""
     if type(state) is not TrainState:
         how = "build, optimizer"
         if hasattr(state, "apply_fn"):  # Flax's own

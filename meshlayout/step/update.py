@@ -1,4 +1,4 @@
-"""One update of a state: the gradients of a global batch, and what they change.
+"""One update of a state: the gradients of a global batch, and their effect.
 
 Microbatches are a plain scan, whose carry is `grads + grad(loss)(...)`. Under Auto axes
 that means the same on every mesh, whatever the loss function does with the rows: the
@@ -82,7 +82,7 @@ def gradients_of(
     if not all(map(_is_float, jax.tree.leaves(params))):
         leaves = _paths.flatten(params).leaves
         path = next(leaf.path for leaf in leaves if not _is_float(leaf.value))
-        raise StepError(f"the parameter {path} is no float: make it no nnx.Param.")
+        raise StepError(f"parameter {path} is not a float: make it an nnx.Variable.")
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
@@ -202,7 +202,7 @@ def _like_updates(sums: PyTree, opt_state: PyTree, microbatches: Microbatches) -
 def _split(microbatches: Microbatches, leaf: jax.Array) -> jax.Array:
     """Splits rows into (microbatches, rows of one), of every shard's rows a share each.
 
-    Not into (count, rows) at once: a microbatch would be the rows of few devices.
+    Not to (count, rows) directly: a microbatch would lie on few devices.
     """
     count, rows = microbatches.count, microbatches.rows
     if not jnp.ndim(leaf):

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop of a tutorial, with callbacks and parts to replace."""
+"""`Trainer`: a tutorial's loop, with callbacks and parts that you can replace."""
 
 from meshlayout.trainer import callbacks as callbacks
 from meshlayout.trainer.history import History as History

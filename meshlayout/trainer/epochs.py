@@ -3,8 +3,8 @@
 A short batch that cannot be padded, as `Trainer` says, takes a second program; if its
 rows do not divide, every device computes the whole batch.
 
-Examples go through `distribute_dataset`'s pipeline. Batches do not, as it would cut
-them anew; they are not read ahead, so the data's position is that of the state.
+Examples go through `distribute_dataset`'s pipeline. Batches do not, as it would rebatch
+them; they are not read ahead, so the data's position is that of the state.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is, as the host knows without asking the device."""
+    """How far training is, as known on the host without asking the device."""
 
     epoch: int = 0  # the current one, from 1
     last_epoch: int = 0  # of this `fit`
@@ -64,7 +64,7 @@ class TrainingPosition:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch that is ready for a step, and what is known of it."""
+    """A batch that is ready for a step, with what is known about it."""
 
     batch: Batch
     num_examples: int  # without padding that was added here
@@ -138,7 +138,7 @@ class TrainerInput:
             self._agreement = Agreement(self._layout.mesh)
 
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
-        """Yields the batches of each call of a step; fewer at the end of the epoch."""
+        """Yields the batches for each call of a step; fewer at the end of the epoch."""
         self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
         for batch in self._epoch(text):
@@ -282,7 +282,7 @@ class TrainerInput:
         return DistributedDataset(plan)
 
     def _tell_of_weights(self, batch: Batch) -> None:
-        """Says once that an entry which looks like weights is not taken for them."""
+        """Says once that an entry that looks like weights is not used as weights."""
         # What other libraries call them, and where Keras has them in a tuple.
         names: list[WeightsKey] = ["weights", "sample_weight", "sample_weights"]
         names += [2] * isinstance(batch, (tuple, list))
@@ -302,7 +302,7 @@ class TrainerInput:
     def resume(
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
-        """Goes to a place; in data without saved positions by reading up to it."""
+        """Moves to a place; data without saved positions is read up to it."""
         self.is_resumed = self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()
@@ -322,7 +322,7 @@ def checked_columns(
 ) -> dict[str, list[Any]]:
     """Returns the columns of the data frames in a tree, by path.
 
-    They must be those of `trained`, in that order: the model knows them by their place.
+    They must be those of `trained`, in order, as the model knows them by position.
     """
     is_tree = isinstance(data, (tuple, Mapping))
     leaves = named_leaves(data)[0] if is_tree else [("", data)]
@@ -346,7 +346,7 @@ def checked_columns(
 
 
 def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
-    """Returns a data frame that has other columns than `structure` as a matrix."""
+    """Returns a data frame with other columns than `structure` as a matrix."""
     names = () if structure is None else structure.unflatten([0] * structure.num_leaves)
     columns = {*getattr(data, "columns", ())} - {weights}
     is_same = isinstance(names, Mapping) and columns == {*names}
@@ -354,7 +354,7 @@ def _as_trained(data: PyTree, structure: Any, weights: str | int) -> PyTree:
 
 
 def has_rows(data: Any, size: int | None) -> bool:
-    """Returns whether data is arrays or examples by index, to cut into batches."""
+    """Returns whether data is arrays or indexable examples, to be batched."""
     if is_columns(data) or isinstance(data, RandomAccessSource):
         return True
     is_text, is_list = isinstance(data, (str, bytes)), isinstance(data, list)

@@ -18,7 +18,7 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
 
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
-        stopped: Why the last `fit` ended before its last epoch; empty if it did not.
+        stopped: Why the last `fit` ended early; empty if it did not.
 
     Examples:
         >>> history = History()
@@ -47,9 +47,9 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
             values.append(logs.get(name, math.nan))
 
     def plot(self, *names: str) -> Curves:
-        """Returns the curves of metrics, or of all, to print or as a notebook's result.
+        """Returns curves of some or all metrics, to print or to show in a notebook.
 
-        Values that are not finite are left out, and so are metrics that have dims.
+        Values that are not finite and metrics with dims are left out.
         """
         return Curves.of(self.epochs, {name: self[name] for name in names or self})
 

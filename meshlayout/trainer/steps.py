@@ -21,7 +21,7 @@ PredictFn: TypeAlias = Callable[[Any, Batch], PyTree]
 
 
 class TrainerSteps:
-    """A trainer's steps, for `group_size` batches in a call, with `weights` as key."""
+    """A trainer's steps, for `group_size` batches per call, with `weights` as key."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class TrainerSteps:
         return self._predict_step(function, structure)(state, batch)
 
     def _check(self, step: str, batch: Batch) -> None:
-        """Checks that there is a loss function, and remembers what its batches are."""
+        """Checks that there is a loss function, and records its batches' structure."""
         if self.loss_fn is None:
             msg = f"the trainer has no loss function to make {step} from: give loss_fn,"
             raise MeshLayoutError(f"{msg} or override {step} in a subclass.")

@@ -60,21 +60,21 @@ class Trainer(_checks.WithReflexes):
     """Trains, evaluates and predicts; you may override each of its steps.
 
     The loop is `state, metrics = train_step(state, batch, metrics)`, and waits for the
-    device only at the end of an epoch. A subclass may define its steps.
+    device only at the end of an epoch. A subclass may override the steps.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches on devices are
     used unchanged. Others are sharded over the mesh axes called `batch`, `data`,
     `replica`, `fsdp`, `dp`, `ddp` or `data_parallel`, and a short batch is padded to
-    the size of the first. Weights of 0 mark the padding, under the key `weight`, or
-    `weights=`, which for a tuple is an index. Where nothing can leave padding out (a
-    loss that is a mean, a tuple without weights), a short batch keeps its size.
+    the size of the first. Weights of 0 mark the padding, under the key `weight` or the
+    one given as `weights=` (for a tuple, an index). If padding cannot be left out (the
+    loss is a mean, or a tuple has no weights), a short batch keeps its size.
 
     Args:
-        state: A `TrainState`, or for a subclass any tree of arrays. It is used up.
-        loss_fn: As for `make_train_step`; none if a subclass overrides the steps.
+        state: A `TrainState`, or for subclasses any tree of arrays. It is used up.
+        loss_fn: As for `make_train_step`; omit it if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
-        layouts: The layout map that `constrain` follows in the model.
-        predict_fn: For `predict`: a function of a model in evaluation mode and a batch.
+        layouts: The layout map that `constrain` applies in the model.
+        predict_fn: A function of a model in evaluation mode and a batch, for `predict`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
             `steps_per_call=n`, `train_step` gets a list of up to n batches.
@@ -83,7 +83,7 @@ class Trainer(_checks.WithReflexes):
         state: The state after the last finished step.
         history: The finished epochs of all calls of `fit`.
         position: How far training is; a `TrainingPosition`.
-        stopped: Why training ends before its last epoch; empty if it does not.
+        stopped: Why training ends early; empty if it does not.
 
     Examples:
         >>> import optax
@@ -146,16 +146,16 @@ class Trainer(_checks.WithReflexes):
     ) -> tuple[PyTree, Metrics]:
         """Returns the next state, and the metrics of the epoch including this step.
 
-        `batch` is a global batch; with `steps_per_call`, a list of batches. `metrics`
-        are None at the beginning of an epoch. The state may be used up. Rows that pad a
-        batch have weight 0: divide `losses.weighted_sum` by the sum of the weights.
+        `batch` is a global batch or, with `steps_per_call`, a list of them. `metrics`
+        is None at the beginning of an epoch. The state may be used up. Padding has
+        weight 0: divide `losses.weighted_sum` by the sum of the weights.
         """
         return self._steps.train(state, batch, metrics)
 
     def eval_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> Metrics:
-        """Measures one batch, as `train_step`; the state is not used up."""
+        """Measures one batch, like `train_step`; the state is not used up."""
         return self._steps.evaluate(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
@@ -180,30 +180,30 @@ class Trainer(_checks.WithReflexes):
     ) -> History:
         """Trains for a number of epochs, or resumes an interrupted run.
 
-        `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`, or
-        dicts for a dict of arrays; `fit(batches, 5)` on batches. After Ctrl-C, or an
-        error of the data or a callback, another `fit` continues from the last step.
+        `fit(x, y, epochs=5, batch_size=32)` trains on arrays, in batches `(x, y)`
+        (dicts for a dict of arrays); `fit(batches, 5)` on batches. After Ctrl-C, or an
+        error in the data or a callback, another `fit` continues from the last step.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75. With `resume=True`, a run
-        continues from the newest intact checkpoint at the very batch, with the bits of
-        an uninterrupted one. Data without `get_state` must yield the same batches anew.
+        continues from the newest intact checkpoint at the exact batch, bit-identical to
+        an uninterrupted run. Data without `get_state` must repeat the same batches.
 
         Args:
-            train: An iterable of batches, read anew in each epoch, or a function that
-                returns one; or arrays, or an object with `__getitem__`, of examples.
-            labels: More arrays of the same examples; or `epochs`, after batches.
-            epochs: How many more to train; with `resume=True`, how many in all.
-            batch_size: Rows of a global batch, for arrays and examples: with it, items
-                of a list or of an object by index are examples, and else batches.
-            shuffle: The seed of the order of arrays' rows in each epoch, or None.
+            train: An iterable of batches, read again in each epoch, or a function that
+                returns one; or examples, as arrays or as an object with `__getitem__`.
+            labels: More arrays of the same examples; after batches, `epochs`.
+            epochs: The number of further epochs; with `resume=True`, of all epochs.
+            batch_size: Rows of a global batch, for arrays and examples. With it, items
+                of a list or indexable object are examples; without it, batches.
+            shuffle: The seed of the order of arrays' rows in each epoch; None keeps it.
             steps_per_epoch: Batches per epoch; the next one continues where it stopped.
-            validation_data: What to evaluate after each epoch, as `val_` and a name.
-            validation_split: The share of arrays to hold out instead: their last rows.
+            validation_data: Data to evaluate after each epoch; names begin with `val_`.
+            validation_split: The share of the arrays' last rows to hold out instead.
             callbacks: Of `ml.callbacks.Callback`, called in order, `Checkpoint` last.
             progress: Whether to show progress, if no callback is a `Progress`.
             verbose: Keras' name for `progress`; 0 shows none.
-            resume: Whether to resume from the first `Checkpoint`'s newest, if any.
+            resume: Whether to resume from the newest save of the first `Checkpoint`.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
@@ -211,7 +211,7 @@ class Trainer(_checks.WithReflexes):
         Raises:
             MeshLayoutError: If an argument is wrong, or the data yields no batch.
             CheckpointError: If the checkpoint cannot be resumed from.
-            Preempted: After SIGTERM; it ends the process.
+            Preempted: After SIGTERM, to end the process.
         """
         # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
         if isinstance(labels, (int, np.integer)):
@@ -287,7 +287,7 @@ class Trainer(_checks.WithReflexes):
     ) -> dict[str, Any]:
         """Returns the loss and the metrics of the state on data like that of `fit`.
 
-        The values are floats by name, and NumPy arrays for metrics that have dims.
+        The values are floats by name, and NumPy arrays for metrics with dims.
         """
         source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
         return self._evaluate(source)
@@ -301,10 +301,10 @@ class Trainer(_checks.WithReflexes):
     ) -> PyTree:
         """Returns the predictions for all rows of a dataset, in order, as NumPy arrays.
 
-        Data as `fit` had it goes through the loss function, whose outputs are returned;
-        data without labels, or without a loss function, goes to the model, and a data
-        frame as one array, unless `fit` had its columns. To call something else, give
-        `predict_fn`. Padding of the trainer or of `distribute_dataset` is left out.
+        Data with the structure of that in `fit` goes through the loss function, whose
+        outputs are returned. Data without labels goes to the model (as does all data if
+        there is no loss function), a data frame as one array unless `fit` had its
+        columns. To call something else, give `predict_fn`. Padding is left out.
         """
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
@@ -391,7 +391,7 @@ class Trainer(_checks.WithReflexes):
         self._notify("on_epoch_end", position.epoch, logs)
 
     def _check_monitors(self, metrics: Mapping[str, Any]) -> None:
-        """Refuses a callback whose value there will not be, once that is known."""
+        """Refuses a callback whose value will never exist, as soon as that is known."""
         has_val = self._validation is not None
         names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
         is_own = type(self).eval_step is not Trainer.eval_step
@@ -433,7 +433,7 @@ class Trainer(_checks.WithReflexes):
             _log.log(level, sentence, *values)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
-        """Returns whether the loss can leave out examples; a mean cannot."""
+        """Returns whether the loss can leave examples out; a mean cannot."""
         name = "train_step" if train else "eval_step"
         # Nobody knows what a subclass's own steps do with weights.
         is_own = getattr(type(self), name) is not getattr(Trainer, name)

@@ -28,11 +28,11 @@ Logs: TypeAlias = Mapping[str, Any]
 class Callback:
     """Code that a trainer calls during training; override the methods you need.
 
-    Callbacks run in the order in which they were passed, on every process. The trainer
-    that they get has `state`, `position`, `history` and `stop(reason)`. The next step
-    donates the state, so copy any arrays that you keep. What they decide must be the
-    same on all processes, as the values of metrics are; what a clock or a file says,
-    send from one process to the others with `ml.cluster.broadcast`.
+    Callbacks run in the order in which they were passed, on every process. Their
+    trainer has `state`, `position`, `history` and `stop(reason)`. The next step donates
+    the state, so copy any arrays that you keep. Decisions must be the same on all
+    processes, as metrics are; broadcast other values, such as the time, with
+    `ml.cluster.broadcast`.
 
     Examples:
         >>> class Curriculum(Callback):
@@ -47,13 +47,13 @@ class Callback:
         """Called before the first epoch of a `fit`."""
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        """Called before the first step of an epoch; numbers of epochs begin at 1."""
+        """Called before the first step of an epoch; epochs are numbered from 1."""
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
         """Called after each call of the train step, which may still be running.
 
-        `step` is the number of steps of the state so far, and `metrics` are those of
-        the epoch so far, on the device: reading a value waits for it.
+        `step` is the number of steps of the state so far. `metrics` are those of the
+        epoch so far, on the device: reading a value waits for it.
         """
 
     def on_validation_start(self, trainer: Trainer) -> None:
@@ -62,7 +62,7 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         """Called after an epoch and its validation; the history already has it.
 
-        `logs` are its values by name; names of validation values begin with `val_`.
+        `logs` holds its values by name; names of validation values begin with `val_`.
         """
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -73,7 +73,7 @@ class Callback:
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
-    """Returns callbacks of whose methods each will be called, and can be."""
+    """Returns callbacks, each of whose methods will be and can be called."""
     moments = [name for name in vars(Callback) if name.startswith("on_")]
     chosen = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
     for callback in chosen:
@@ -96,8 +96,8 @@ _CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_ste
 class AsyncMetrics:
     """A queue of metrics, each of which is read, without waiting, once it is computed.
 
-    Processes may read at different times. With `in_step`, because something is decided
-    by the values, all read them after the same step: a fixed number of calls later.
+    Processes may read at different times. With `in_step`, for values that decide
+    something, all read them after the same step: a fixed number of calls later.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:

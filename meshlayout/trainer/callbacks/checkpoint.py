@@ -1,8 +1,8 @@
 """`Checkpoint`: saves the run during training, and resumes it for `fit(resume=True)`.
 
 A step may add arrays to the state (a moving average, a loss scale), and only it knows
-the structure of its metrics. So to resume, it is called once on a first batch, to see
-both; the values come from the checkpoint, with the epoch's metrics beside the state.
+the structure of its metrics. So resuming calls it once on a first batch, to see both;
+the values come from the checkpoint, which holds the epoch's metrics, too.
 """
 
 import math
@@ -28,14 +28,14 @@ _METRICS = "epoch_metrics"
 
 @_checks.user_call
 class Checkpoint(Callback):
-    """Saves the run every epoch or every n steps, at its end, and at preemption.
+    """Saves the run every epoch or every n steps, at its end, and on preemption.
 
     A checkpoint holds the state, the position in the data, and metadata: the epoch, its
     values (`"logs"`) at its end, and what `fit(resume=True)` needs. To restore the
     state alone, call `checkpointer.restore(state)`.
 
-    If the checkpointer has `every=` as well, both must be due. If it has `best=`, the
-    end of every epoch is saved; an epoch that was not validated is never the best.
+    If the checkpointer also has `every=`, both must be due. If it has `best=`, every
+    epoch's end is saved; an epoch without validation is never the best.
 
     Args:
         checkpointer: Where to save; the callback does not close it.
@@ -85,7 +85,7 @@ class Checkpoint(Callback):
         self.checkpointer.wait()
 
     def save_now(self, trainer: Trainer, metrics: Metrics | None) -> None:
-        """Saves, due or not, and waits for it; metrics are None at an epoch's end."""
+        """Saves now, and waits for it; metrics are None at an epoch's end."""
         if self._saved_at != (trainer.position.step, metrics is None):
             self._save(trainer, metrics, force=True)
         self.checkpointer.wait()

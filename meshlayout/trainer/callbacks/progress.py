@@ -89,8 +89,8 @@ class _Notebook:
 class Progress(Callback):
     """Shows the progress of training, on process 0.
 
-    Each epoch gets a line: its values, duration, the time left, and the examples per
-    second without validation, as far as they fit the terminal. Terminals and notebooks
+    Each epoch gets a line with its values, duration, time left, and examples per second
+    without validation, as far as the terminal is wide enough. Terminals and notebooks
     also show a bar, with the newest values that the device has computed.
 
     Args:
@@ -186,9 +186,9 @@ def _title(position: TrainingPosition) -> str:
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
-    A CSV file has the columns of its first epoch. A JSON-lines file has an object per
-    line, with lists for metrics with dims, and null for what is not finite. A later
-    `fit` of the same callback, and a run that resumes, add to it, maybe an epoch again.
+    A CSV file has the columns of its first epoch. A JSON-lines file has one object per
+    line, with lists for metrics with dims, and null for values that are not finite. A
+    later `fit` with the same callback and a resumed run append, perhaps an epoch twice.
 
     Args:
         path: `log.csv` or `log.jsonl`, overwritten; or a directory for TensorBoard.

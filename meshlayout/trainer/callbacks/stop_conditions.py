@@ -20,15 +20,15 @@ _log = logging.getLogger("meshlayout")
 class EarlyStopping(Callback):
     """Stops training if a value has not improved for some epochs.
 
-    A run that is resumed counts the epochs before its interruption, too.
+    A resumed run also counts the epochs before its interruption.
 
     Args:
         monitor: The name of the value, such as `"val_loss"`.
-        patience: After how many epochs without improvement training stops.
-        min_delta: How much better than the best a value must be to count.
-        mode: `"min"` or `"max"`: which values are better; by default lower losses.
+        patience: The number of epochs without improvement after which training stops.
+        min_delta: The smallest difference that counts as an improvement.
+        mode: `"min"` or `"max"`: the better values; by default lower for losses.
         restore_best: Whether `fit` ends with the parameters, other arrays of the model
-            and moving average of the best epoch, of which the devices hold a copy.
+            and moving average of the best epoch, which the devices keep a copy of.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class EarlyStopping(Callback):
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
-    It checks the mean of the epoch so far, and does not wait for it: training stops
-    some steps later, on several processes after the same step.
+    It checks the mean of the epoch so far without waiting: training stops some steps
+    later, on all processes after the same step.
 
     Args:
         monitor: The name of the value.
