@@ -118,8 +118,8 @@ def test_batches_on_the_devices_and_other_datasets_are_sources(two):
     data = ml.distribute_dataset(source, two.mesh, global_batch_size=4)
     assert message_of(two.distribute_dataset, data) == (
         "the source is a dataset whose batches are padded and carry weights already "
-        "('weight'), so that padding would count as examples. Give the source that it "
-        "was made of."
+        "('weight'), so that padding would count as examples. Give the original "
+        "source."
     )
 
 

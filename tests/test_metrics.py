@@ -526,7 +526,7 @@ REFUSED = {
         lambda: metrics.Metrics({"a": 3})
     ),
     **{
-        f"metrics: 'a': the class {kind.__name__} is no metric; an instance of it is": (
+        f"metrics: 'a': the class {kind.__name__} is a class; give an instance": (
             lambda kind=kind: ml.make_train_step(lambda m, b: 0, metrics={"a": kind})
         )
         for kind in (metrics.Accuracy, nnx.metrics.Average)

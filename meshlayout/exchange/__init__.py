@@ -1,7 +1,7 @@
-"""Code on shards: what models exchange along a mesh axis where layouts cannot say it.
+"""Code on shards, for exchanges along a mesh axis that layouts cannot express.
 
-An algorithm that meets one shard after another, such as ring attention, runs under
-`jax.shard_map` here, on one mesh axis; all other axes stay with the compiler.
+Algorithms that visit one shard after another, such as ring attention, run under
+`jax.shard_map` here, on one mesh axis; the compiler handles all other axes.
 """
 
 from meshlayout.exchange.attention import (

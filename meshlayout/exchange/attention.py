@@ -60,8 +60,7 @@ def ring_attention(
     for sequences too long for one device, as `attention_fn=functools.partial(
     ring_attention, axis="seq", causal=True)` of a Flax module too. The mesh is that of
     the step, or of `jax.set_mesh`; without one, or on one that lacks the axis or has it
-    with size 1, this is `jax.nn.dot_product_attention`. Any length will do: it is
-    padded.
+    with size 1, this is `jax.nn.dot_product_attention`. Any length works, by padding.
 
     Args:
         q: Queries: (*batch, length, heads, head_dim), with any number of batch dims.
@@ -69,23 +68,23 @@ def ring_attention(
             of queries.
         v: Values, shaped as the keys.
         axis: The mesh axis that the sequence is sharded over.
-        causal: Whether positions see only themselves and those before.
-        segment_ids: (*batch, length): positions see only those of an equal number, as
+        causal: Whether positions see only themselves and earlier ones.
+        segment_ids: (*batch, length): positions see only positions with an equal id, as
             in packed rows.
-        window: How many positions before and after are seen, or a pair of the two;
+        window: The number of visible positions before and after, or a pair of the two;
             devices then send only as far as it reaches.
-        scale: What scores are multiplied by; 1 / sqrt(head_dim) if None.
+        scale: The factor of the scores; 1 / sqrt(head_dim) if None.
         softcap: The bound of scores, which become `softcap * tanh(scores / softcap)`.
-        mesh: The mesh, where nothing else says it.
-        mask: Bools, or numbers of which 0 is False, as Flax makes them, that broadcast
-            to (*batch, heads, length, length). Each device holds its rows of it, whole;
-            `causal` and `segment_ids` take no such memory.
-        dtype: What q, k and v are cast to.
-        precision: Of the products, as in `jax.lax.dot`.
+        mesh: The mesh, if no step or `jax.set_mesh` gives it.
+        mask: Bools, or numbers where 0 is False as in Flax, that broadcast to (*batch,
+            heads, length, length). Each device holds all of its rows; `causal` and
+            `segment_ids` need no such memory.
+        dtype: The dtype that q, k and v are cast to.
+        precision: The precision of products, as in `jax.lax.dot`.
         dropout_rate: Must be 0, unless `deterministic`.
-        deterministic: Whether nothing is dropped, whatever the rate.
-        **flax: What else Flax passes: `is_causal` is the same as `causal`; `bias` and
-            `module` must be None.
+        deterministic: Whether to disable dropout, whatever the rate.
+        **flax: Other arguments from Flax: `is_causal` is the same as `causal`; `bias`
+            and `module` must be None.
 
     Returns:
         An array of the shape and dtype of `q`, sharded over `axis` along the sequence.
@@ -129,11 +128,11 @@ def all_to_all_attention(
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis, by heads.
 
-    As `ring_attention`, with its arguments, result and errors, but each device computes
-    whole rows for some of the heads, by `jax.nn.dot_product_attention`. It sends less
-    than a ring if there are many devices and as many heads; its memory is that of all
-    scores of those heads. The heads of keys and the length must divide among the
-    devices, or there is a LayoutError with the nearest numbers that do.
+    It has the arguments, result and errors of `ring_attention`, but each device
+    computes whole rows for some heads, by `jax.nn.dot_product_attention`. With many
+    devices and as many heads, it sends less than a ring; it takes memory for all scores
+    of those heads. The heads of keys and the length must divide among the devices;
+    otherwise, a LayoutError lists the nearest numbers that do.
 
     Examples:
         >>> import meshlayout as ml

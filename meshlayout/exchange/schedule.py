@@ -1,4 +1,4 @@
-"""`pipeline`: layers in stages over a mesh axis, through which microbatches pass.
+"""`pipeline`: layers in stages over a mesh axis that microbatches pass through.
 
 As in GSPMD (Xu et al., 2021, arXiv:2105.04663, section 3.3), the state of all stages is
 one array with a dim of stages, laid over the mesh axis; the stages' function is mapped
@@ -48,7 +48,7 @@ def stages(
     pattern: str = "blocks/",
     schedule: Schedule = "gpipe",
 ) -> LayoutMap:
-    """Returns the map that gives each device the layers of its pipeline stage.
+    """Returns a map that gives each device the layers of its pipeline stage.
 
     The leading dim of stacked layers is sharded. Use this with `pipeline`, composed
     with rules for the other dims: `compose(stages(mesh), fsdp(mesh))`.
@@ -56,10 +56,10 @@ def stages(
     Args:
         mesh: The mesh.
         axis: The mesh axis of the stages.
-        pattern: A regular expression that is found in the paths of the stacks. Where a
-            number follows, as in `blocks/0/kernel`, it is one layer's, and stays whole.
-        schedule: With `"circular"`, the second dim is sharded: that of the layers of a
-            round, where `pipeline` has `rounds`.
+        pattern: A regular expression to find in the stacks' paths. If a number follows,
+            as in `blocks/0/kernel`, the array is one layer's and stays whole.
+        schedule: With `"circular"`, the second dim is sharded: the layers of a round,
+            if `pipeline` has `rounds`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -94,10 +94,10 @@ def pipeline(
     remat: bool = True,
     mesh: Mesh | jax.sharding.Mesh | None = None,
 ) -> X:
-    """Returns `x` after all layers, which are divided into stages over a mesh axis.
+    """Applies all layers to `x`, divided into stages over a mesh axis.
 
-    Equal to a scan over the layers, and one where the mesh has no such axis. Use this,
-    with `stages`, where the network is too slow for `fsdp` or `tensor_parallel`.
+    It equals a scan over the layers, and is one if the mesh has no such axis. Use this,
+    with `stages`, if the network is too slow for `fsdp` or `tensor_parallel`.
 
     With s stages and m microbatches, each device waits (s - 1) / (m + s - 1) of the
     time (Huang et al., "GPipe", 2019). With `"circular"`, it has r shorter stages that
@@ -106,24 +106,24 @@ def pipeline(
     Large-Scale Language Model Training", 2021).
 
     Args:
-        block: One layer, as block(params, x); it returns the structure, shapes and
-            dtypes of its `x`, which are a microbatch's rows.
-        stacked_params: Arrays whose leading dim is the layers, in their order.
-        x: An array or a pytree of them, whose first dim is the rows. What layers only
-            read, as segments, the block returns as it is.
+        block: One layer, as block(params, x), where `x` holds a microbatch's rows; it
+            returns the same structure, shapes and dtypes.
+        stacked_params: Arrays whose leading dim is the layers, in order.
+        x: An array or a pytree of arrays, whose first dim is the rows. Arrays that
+            layers only read, such as segment ids, are returned unchanged by the block.
         axis: The mesh axis of the stages.
-        microbatches: Into how many the rows are divided; best, several per stage.
+        microbatches: The number of microbatches; ideally several per stage.
         schedule: `"gpipe"`, or `"circular"` for less waiting and more messages.
-        rounds: The leading dims of `stacked_params` are (rounds, layers of a round), of
-            which the second lies over the axis. By default `"circular"` has a round for
-            each layer of a device, and exchanges layers that lie in their order.
-        remat: Whether the backward pass stores the inputs of stages alone, and computes
-            each stage again.
-        mesh: By default that of the step, or of `jax.set_mesh`.
+        rounds: If given, the leading dims of `stacked_params` are (rounds, layers of a
+            round), with the second sharded over the axis. By default, `"circular"` has
+            a round per layer of a device, and exchanges layers stored in order.
+        remat: Whether to store only the inputs of stages, and recompute each stage in
+            the backward pass.
+        mesh: The mesh; by default that of the step, or of `jax.set_mesh`.
 
     Raises:
-        LayoutError: If stages do not divide the layers or microbatches the rows,
-            leading dims differ, or the block returns something else than its `x`.
+        LayoutError: If stages do not divide the layers, microbatches do not divide the
+            rows, leading dims differ, or the block returns another form than its `x`.
 
     Examples:
         >>> import meshlayout as ml

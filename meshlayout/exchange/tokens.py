@@ -1,9 +1,9 @@
-"""`dispatch`: tokens go to the devices of their experts, and results come back.
+"""`dispatch`: sends tokens to the devices of their experts, and results back.
 
-To sort tokens by expert the compiler gathers all of them, or all experts, on every
-device. Here each device sorts its own and exchanges them in buckets of a static size.
-What overflows goes in later rounds, which are skipped if no device needs them: nothing
-is dropped, however uneven the load, and memory and bytes are those of an even one.
+To sort tokens by expert, the compiler gathers all of them, or all experts, on every
+device. Here each device sorts its own and exchanges them in buckets of static size.
+Overflow goes in later rounds, which are skipped if no device needs them: nothing is
+dropped, however uneven the load, and memory and bytes are those of an even one.
 """
 
 import functools
@@ -41,31 +41,31 @@ def dispatch(
     capacity: int | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of what each token's experts make of it.
+    """Returns the weighted sum of the outputs of each token's experts.
 
-    Exactly that of one device, in value and gradient. Experts are spread over a mesh
-    axis, rows of the batch over it and the batch's axes; one all-to-all takes tokens to
-    their experts, one brings results back. Use this after a model's router. The mesh is
-    that of the step, or of `jax.set_mesh`; without one, or on one without such an axis,
-    nothing is sent. Rows that do not divide are padded.
+    It equals that of one device, in value and gradient. Experts are sharded over a mesh
+    axis, rows of the batch over it and the batch's axes; one all-to-all sends tokens to
+    their experts, and one returns the results. Use this after a model's router. The
+    mesh is that of the step, or of `jax.set_mesh`; without one, or on one without such
+    an axis, nothing is sent. Rows that do not divide are padded.
 
     Args:
         x: Tokens: (batch, length, features), or (tokens, features) without capacity.
         expert_index: Each token's experts, int: (batch, length, choices). A number that
-            is no expert's, such as -1 for padding, adds nothing.
-        weights: What results are multiplied by, shaped as `expert_index`.
+            is not an expert, such as -1 for padding, adds nothing.
+        weights: The factors of the results, shaped like `expert_index`.
         expert_fn: Takes the parameters of some experts, rows (n, features) sorted by
-            expert and how many each has, int32 (experts,); returns (n, features), as
-            `jax.lax.ragged_dot` does. Rows beyond the last expert's are not used.
+            expert, and the count of each, int32 (experts,); returns (n, features), as
+            `jax.lax.ragged_dot` does. Rows after the last expert's are not used.
         params: A tree of arrays, stacked over all experts along their first dim.
         axis: The mesh axis that this dim is sharded over.
-        capacity: How many tokens of one row of the batch an expert takes, all by
-            default. Others add nothing: first choices come before second ones, each in
-            the order of the row (GShard, Lepikhin et al. 2020).
-        mesh: The mesh, where nothing else says it.
+        capacity: The number of tokens that an expert takes per row of the batch; by
+            default all. Others add nothing: first choices come before second ones, each
+            in the order of the row (GShard, Lepikhin et al. 2020).
+        mesh: The mesh, if no step or `jax.set_mesh` gives it.
 
     Returns:
-        An array of the tokens' shape, with the features and the dtype of the results.
+        An array of the tokens' shape, with the features and dtype of the results.
 
     Raises:
         LayoutError: If shapes or dtypes do not fit each other, or the number of experts

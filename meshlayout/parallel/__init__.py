@@ -1,4 +1,4 @@
-"""Ready-made rules for how models are laid out on meshes, and code on shards."""
+"""Ready-made rules that lay out models on meshes, and code that runs on shards."""
 
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,

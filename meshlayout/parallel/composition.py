@@ -1,7 +1,7 @@
 """`compose`: several maps for one model, each on axes of its own.
 
-All patterns lead to one rule, which asks the parts in turn, as does the default: the
-result is a plain map that can be printed, extended and locked.
+All patterns, and the default, lead to one rule that asks the parts in turn: the result
+is a plain map that can be printed, extended and locked.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ from meshlayout.layout_map.rules import OnUneven, Unused
 
 
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
-    """Returns the map in which each part shards what those before it left whole.
+    """Returns a map in which each part shards what the parts before it left whole.
 
-    A part shards other dims than those before it, or the same dim further. Use this for
-    several kinds of parallelism at once, as `compose(tensor_parallel(...),
-    fsdp(mesh))`. A leaf that no part names is an error if a part has
-    `unmatched="error"`; rules for `^opt_state/` stay as they are.
+    Each part shards other dims than the parts before it, or the same dim further. Use
+    this for several kinds of parallelism at once, such as
+    `compose(tensor_parallel(...), fsdp(mesh))`. A leaf that no part matches is an error
+    if a part has `unmatched="error"`. Rules for `^opt_state/` are kept unchanged.
 
     Args:
         first: A map.
         second: Another, on other axes of the same mesh.
-        *others: More of them.
+        *others: More maps.
 
     Raises:
         LayoutMapError: If a part is not a layout map, has logical axes, or is on

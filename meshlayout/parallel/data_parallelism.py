@@ -1,4 +1,4 @@
-"""`data_parallel`, `fsdp` and `zero_rule`: the batch is sharded, and what goes with it.
+"""`data_parallel`, `fsdp` and `zero_rule`: shard the batch, and states with it.
 
 With FSDP (ZeRO stage 3) the compiler gathers each weight where it is used and scatters
 its gradient, whichever dim is sharded. Measured (`benchmarks/fsdp_rules.py`): with the
@@ -44,7 +44,7 @@ _TABLE = re.compile(r"(embed|wte|wpe)[^/]*(/[^/]*)?$", re.IGNORECASE)
 def data_parallel(mesh: Mesh | jax.sharding.Mesh) -> LayoutMap:
     """Returns the map for data parallelism: every device holds the whole model.
 
-    Only batches are sharded. Use this while the state and gradients fit each device.
+    Only batches are sharded. Use this if the state and gradients fit on each device.
 
     Examples:
         >>> import meshlayout as ml
@@ -64,15 +64,15 @@ def zero_rule(
 ) -> "FsdpRule":
     """Returns a rule that shards arrays further, on the largest dim that divides.
 
-    Use this for the optimizer's state, as `layouts | {"^opt_state/": zero_rule(mesh)}`
-    under any map (Rajbhandari et al., "ZeRO", 2020, stage 1): a slot keeps the layout
-    of its parameter and is sharded over the batch's axes besides; the update is
-    computed in shards, too. Arrays that are small or do not divide keep their layout.
+    Use this for the optimizer's state, in `layouts | {"^opt_state/": zero_rule(mesh)}`
+    under any map (Rajbhandari et al., "ZeRO", 2020, stage 1): a slot keeps its
+    parameter's layout and is also sharded over the batch's axes; the update is computed
+    in shards, too. Arrays that are small or do not divide keep their layout.
 
     Args:
         mesh: The mesh.
-        axes: By default all that shard the mesh's batches; `()` for none of them, if
-            only `memory_kind` matters.
+        axes: The axes to shard over; by default all that shard the mesh's batches. Use
+            `()` for none, if only `memory_kind` matters.
         min_size: Arrays of fewer elements are not sharded.
         memory_kind: The devices' memory that holds the arrays, such as
             `"pinned_host"`: a train step copies them to the device and back.
@@ -118,24 +118,24 @@ def fsdp(
 ) -> LayoutMap:
     """Returns the map for fully sharded data parallelism (ZeRO stage 3).
 
-    Every array of `min_bytes` or more is sharded on one dim, which its shape decides;
-    its optimizer state and moving average follow. Use this when the model does not fit
-    each device whole. Rules for single arrays go on top: `fsdp(mesh) | {"head/kernel":
+    Every array of `min_bytes` or more is sharded on one dim, chosen by its shape; its
+    optimizer state and moving average follow. Use this when the model does not fit on
+    each device. Rules for single arrays go on top: `fsdp(mesh) | {"head/kernel":
     [...]}`; Flax metadata that names axes of this mesh counts for its array.
 
-    With a model, its forward program is traced as by `tensor_parallel`: what rows are
-    looked up in is sharded by rows, however small.
+    If a model is given, its forward program is traced as by `tensor_parallel`: lookup
+    tables are sharded by rows, however small.
 
-    For hybrid sharding, shards inside a host or slice and replicas across, give the
-    mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
-    "fsdp": -1}, dcn="replica")` sends nothing but gradients over the slow network.
+    For hybrid sharding (shards inside a host or slice, replicas across), give the mesh
+    two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
+    "fsdp": -1}, dcn="replica")` sends only gradients over the slow network.
 
     Args:
         mesh: The mesh.
-        model_or_build: None, or as for `tensor_parallel`, as are the next and `call`.
+        model_or_build: None, or a model as for `tensor_parallel`.
         example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
-            and otherwise all axes that shard its batches.
+            otherwise all axes that shard its batches.
         min_bytes: Arrays of fewer bytes on a device, by default 8192, stay whole.
         call: How the model is called.
 

@@ -52,35 +52,35 @@ def tensor_parallel(
 ) -> LayoutMap:
     r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
-    The forward program is traced, without any array. Not the names of parameters
-    decide, but what they are multiplied with. Matrices are sharded in pairs, the first
-    by columns and the second by rows; attention by heads; embeddings by the vocabulary.
-    So a transformer block sends one all-reduce for its attention and one for its MLP,
-    and as many backward. What has no such pair stays whole, and `explain` says why. Use
-    this if matrices are too large for a device, or the batch too small to shard more.
+    The forward program is traced, without arrays. What parameters are multiplied with
+    decides, not their names. Matrices are sharded in pairs, the first by columns and
+    the second by rows; attention by heads; embeddings by the vocabulary. So a
+    transformer block sends one all-reduce for its attention and one for its MLP, and as
+    many backward. Others stay whole, and `explain` says why. Use this if matrices are
+    too large for a device, or the batch is too small to shard more.
 
     Args:
         mesh: The mesh.
         model_or_build: An NNX module, a Linen module (not initialized), a pytree of
             parameters with `call`, or a function without arguments that builds one;
             the arrays may be `jax.ShapeDtypeStruct`.
-        example_inputs: What the model is called with: a tuple of arguments, or the
-            only one. Of arrays only the shapes count; other values are passed on.
+        example_inputs: The inputs of the model: a tuple of arguments, or a single one.
+            Only the shapes of arrays matter; other values are passed on.
         axis: The mesh axis to shard over; the others shard the batch.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
             None. A loss function will do; for Linen variables `module.apply`.
-        sequence: Whether features between blocks are in shards along the sequence where
-            the model says `ml.constrain(x, "residual")` of (batch, length, features):
+        sequence: Whether to shard the features between blocks along the sequence, where
+            the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). So that no matrix is gathered instead, it names what matrices take
-            `inputs`, features within an MLP `hidden`, (batch, length, heads, features)
-            in attention `heads`, and its results `logits`, as models/transformer.py
-            does. Give the map to the step, too, as `layouts=`.
+            2022). So that no matrix is gathered instead, the model names the inputs of
+            matrices `inputs`, features within an MLP `hidden`, (batch, length, heads,
+            features) in attention `heads`, and its results `logits`, as
+            models/transformer.py does. Give the map to the step, too, as `layouts=`.
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called so, or the axis shards batches, or
-            there is no residual to shard.
+        LayoutMapError: If the model cannot be called like this, the axis shards
+            batches, or there is no residual to shard.
 
     Examples:
         >>> import meshlayout as ml
@@ -139,22 +139,22 @@ def expert_parallel(
 ) -> LayoutMap:
     """Returns rules that give each device some of a model's stacked experts.
 
-    The traced forward program says which parameters are experts: stacks of matrices
+    The traced forward program tells which parameters are experts: stacks of matrices
     that each multiply inputs of their own. Biases of experts are sharded, too. Use this
     for experts that a model reaches by `dispatch`, on an axis of their own or on one
-    that also shards the batch; `compose` adds rules for the rest of the model.
+    that also shards the batch. Use `compose` to add rules for the rest of the model.
 
     Args:
         mesh: The mesh.
-        axis: The mesh axis over which experts are spread.
+        axis: The mesh axis to shard experts over.
         model_or_build: As for `tensor_parallel`, as are the other arguments.
         example_inputs: What the model is called with.
         call: How the model is called.
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called so, or no parameter of it is a
-            stack of experts.
+        LayoutMapError: If the model cannot be called like this, or none of its
+            parameters is a stack of experts.
 
     Examples:
         >>> import meshlayout as ml

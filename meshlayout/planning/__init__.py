@@ -1,7 +1,7 @@
-"""What a step costs on hardware that is not here, and what is wrong with what is.
+"""The cost of a step on hardware that you do not have, and a checkup of what you have.
 
 `plan` ranks meshes and layouts for a slice, `step.compile_for` compiles for one, and
-`doctor` looks at this machine.
+`doctor` checks this machine.
 """
 
 from meshlayout.planning.candidates import bfloat16_state as bfloat16_state

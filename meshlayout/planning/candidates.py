@@ -160,8 +160,8 @@ def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps its state in bfloat16, in half the memory.
 
-    The update is computed in float32 of what was kept. Small changes of a moving
-    average are lost in bfloat16: compare losses before you rely on it.
+    The update is computed in float32 from that state. Small changes of a moving average
+    are lost in bfloat16: compare losses before you rely on it.
 
     Examples:
         >>> tx = bfloat16_state(optax.adam(1e-3))

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, and what is set wrong, with how to mend it."""
+"""`doctor`: what this machine has, what is misconfigured, and how to fix it."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ _Findings: TypeAlias = Iterator[tuple[object, str]]  # whether it holds, and a s
 
 @dataclass(frozen=True, repr=False)
 class Checkup:
-    """What `doctor` has seen, and what follows from that; a table if printed."""
+    """The findings of `doctor`, with advice; a table if printed."""
 
     versions: Mapping[str, str]
     devices: Sequence[str]  # the kind of each device of this process
@@ -63,11 +63,11 @@ class Checkup:
 
 @_checks.user_call
 def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
-    """Looks at this machine, and says what is set wrong and how to mend it.
+    """Checks this machine, and says what is misconfigured and how to fix it.
 
     It starts JAX's devices. Use this when a program is slow, hangs or does not see its
-    devices; `python -m meshlayout doctor` does the same. `needs` are the extras of this
-    library that must be installed, as `["data"]`; another is a MeshLayoutError.
+    devices; `python -m meshlayout doctor` does the same. `needs` lists extras of this
+    library that must be installed, as `["data"]`; an unknown one is an error.
 
     Examples:
         >>> import meshlayout as ml

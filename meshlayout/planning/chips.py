@@ -1,4 +1,4 @@
-"""What accelerators do at most, and slices of them that are only described.
+"""Peak figures of accelerators, and slices that are only described.
 
 All constants of the estimates are in `CHIPS`, from the makers' pages. A device is what
 JAX counts as one: on v4, half a chip.
@@ -21,7 +21,7 @@ from meshlayout.mesh import Mesh, as_mesh
 
 @dataclass(frozen=True)
 class Chip:
-    """What one device does at most."""
+    """The peak figures of one device."""
 
     name: str
     flops_per_s: float  # of matrix products in bfloat16
@@ -94,13 +94,13 @@ _VARIABLES = """
 
 @functools.cache  # so that meshes of one topology are equal
 def describe_devices(topology: str) -> list[_jax.Device]:
-    """Returns devices that are not here, to make a mesh of and to compile for.
+    """Returns described devices, to make a mesh of and to compile for.
 
     They hold no arrays: lower and compile steps for them with abstract arrays. A TPU
     slice needs libtpu, GPUs need JAX's plugin for CUDA; neither needs the hardware.
 
     Args:
-        topology: A TPU slice, as `"v5e:4x4"`, or a number of GPUs, as `"h100:8"`.
+        topology: A TPU slice, such as `"v5e:4x4"`, or GPUs, such as `"h100:8"`.
 
     Raises:
         MeshError: If there is no such topology, or its compiler is not installed.

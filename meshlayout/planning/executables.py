@@ -1,4 +1,4 @@
-"""Programs ahead of time: for devices that are not here, and executables in files."""
+"""Programs compiled ahead of time: for described devices, and executables in files."""
 
 import contextlib
 import copy
@@ -47,11 +47,11 @@ class CompiledProgram:
 def compile_for(
     step: StepInspection, target: str | AnyMesh, *args: Any, **kwargs: Any
 ) -> CompiledProgram:
-    """Compiles a step for devices that need not be here; as `step.compile_for`.
+    """Compiles a step for devices that need not exist here; see `step.compile_for`.
 
-    The target is a topology, as `"v5e:4x4"`, for the axes of the state's mesh, of which
-    the first takes what is left, or a mesh with these axes. The rest is what the step
-    takes, abstract or not, on any mesh: the specs count. A step's layout map follows.
+    The target is a topology, such as `"v5e:4x4"`, for the axes of the state's mesh (the
+    first takes what is left), or a mesh with these axes. The rest are the step's
+    arguments, abstract or not, on any mesh: only specs count. A layout map follows.
 
     Raises:
         MeshError: If there is no such topology, or it has no such mesh.
@@ -111,10 +111,10 @@ def _abstract(leaf: Leaf, layout: Sharding | None) -> Any:
 
 @_checks.user_call
 def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
-    """Saves the program that a step has compiled last; as `step.save_compiled`.
+    """Saves the program that a step compiled last; see `step.save_compiled`.
 
-    Each of several processes writes a file, and appends its index to the path. A step
-    that was not called is a StepError.
+    Each of several processes writes its own file, with its index appended to the path.
+    A step that was never called is a StepError.
     """
     # A made step has a compiled one for every mesh and model.
     steps = getattr(step, "_compiled", {"": step}).values()
@@ -137,11 +137,11 @@ def save_compiled(step: Any, path: str | os.PathLike[str]) -> None:
 
 @_checks.user_call
 def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
-    """Takes a step's first program from a file; as `step.load_compiled`.
+    """Loads a step's first program from a file; see `step.load_compiled`.
 
     The first call traces, lowers and compares, and compiles nothing: another program is
     a StepError then, which says what differs; other versions or devices are one now.
-    Loading runs what is in the file: load none that you do not trust.
+    Loading runs code from the file: load only files that you trust.
     """
     target = _own_path(path)
     try:  # the bytes have a checksum

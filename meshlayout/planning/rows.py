@@ -1,4 +1,4 @@
-"""The result of `plan`: candidates, what they cost, and what their time consists of."""
+"""The result of `plan`: candidates, their cost, and the parts of their time."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False)
 class Row:
-    """A candidate, which is a mesh, layout maps and options, and what it costs.
+    """A candidate (a mesh, layout maps and options) and its cost.
 
     `source` is `"compiled"` for the compiler's memory and schedule, `"roofline"` for
     its memory and the program's FLOPs and bytes over peaks, or `"estimated"`.
@@ -167,9 +167,9 @@ class Row:
 class Ranking:
     """The result of `plan`: text if printed, a table in notebooks.
 
-    Rows that fit come first, the compiled ones of these before the others, each by
-    examples per second and device. Where none fits, `changes` has the smallest change
-    with which one does. `notes` say what else there is, as that the budget has ended.
+    Rows that fit come first, compiled ones before the others, each by examples per
+    second and device. If none fits, `changes` has the smallest change with which one
+    does. `notes` has other remarks, such as that the budget has ended.
     """
 
     rows: tuple[Row, ...]
@@ -192,7 +192,7 @@ class Ranking:
         raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
-        """Returns what the time of a row, or of its place in `rows`, consists of."""
+        """Returns the parts of the time of a row, or of the row with an index."""
         chosen = self.rows[row] if isinstance(row, int) else row
         total = sum(chosen.parts.values())
         parts = sorted(chosen.parts.items(), key=lambda x: -x[1])

@@ -52,27 +52,27 @@ def plan(
     """Ranks meshes and layouts for a train step, by the compiler of the hardware.
 
     Every candidate is estimated from the traced step; then the best are compiled, for
-    devices that need not be here. Use this on a laptop before paying for a slice.
-    Ctrl-C returns what is ranked so far.
+    devices that need not exist here. Use this on a laptop before paying for a slice.
+    Ctrl-C returns the ranking so far.
 
     Args:
-        build: As for `TrainState.create`, as are `optimizer` and `module`.
-        loss_fn: As for `make_train_step`, as are `step_options`, for all candidates.
+        build: As for `TrainState.create`, like `optimizer` and `module`.
+        loss_fn: As for `make_train_step`, like `step_options`, for all candidates.
         batch: One global batch; abstract arrays (`jax.ShapeDtypeStruct`) suffice.
         optimizer: An Optax transformation.
-        topology: A TPU slice, as `"v5e:16x16"`, GPUs, as `"h100:8"`, or a mesh of
-            devices that are here; or several, whose rows are compared per device.
+        topology: A TPU slice, such as `"v5e:16x16"`, GPUs, such as `"h100:8"`, or a
+            mesh of devices here; or several of these, compared per device.
         candidates: Layout maps by name, or functions of a mesh that return one. By
             default, data, fully sharded and tensor parallelism and their compositions
-            on meshes of one to three axes, and what the model asks for: sequences,
-            experts and stages over the axes that it names.
-        budget_s: For how many seconds compilations may be started; by default, as long
-            as one that is left is estimated to be faster, between 4 and 12 of them.
-        module: For Linen.
-        workers: How many compilations go at once; by default what memory allows.
-        cache: A directory for what compilers said, by default in `~/.cache`.
+            on meshes of one to three axes, and those that the model asks for:
+            sequences, experts and stages over the axes that it names.
+        budget_s: The seconds within which compilations may start; by default, 4 to 12
+            are compiled, as long as another is estimated to be faster.
+        module: The module, for Linen.
+        workers: The number of compilations at a time; by default what memory allows.
+        cache: A directory for compilers' results, by default in `~/.cache`.
         hop_s: The latency of a message from one device to the next, in seconds.
-        progress: Whether to write lines on what is done to stderr.
+        progress: Whether to write progress lines to stderr.
         **step_options: Options of the step.
 
     Raises:
