@@ -104,7 +104,7 @@ if TYPE_CHECKING:
         Trainer as Trainer,
         callbacks as callbacks,
     )
-else:  # to a type checker, every misspelt name would be right
+else:  # to a type checker, every misspelled name would be right
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:

@@ -699,8 +699,8 @@ WRONG = [
     ),
     (
         {"shuffle": True},
-        "shuffle=True is no seed: give a seed, shuffle=0, which with the epoch "
-        "determines the order of the rows; or shuffle=None, which keeps their order.",
+        "shuffle=True is not a seed. Write shuffle=0: the seed and the epoch determine "
+        "the order of the rows; or shuffle=None to keep their order.",
     ),
     (
         {"remainder": "padd"},

@@ -735,7 +735,7 @@ WRONG = {
     ),
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
-    "fit: shuffle=True is no seed: give a seed, shuffle=0, which": (
+    "fit: shuffle=True is not a seed. Write shuffle=0:": (
         lambda data: Counted().fit(data, shuffle=True)
     ),
     "fit needs the size of a batch: fit(train, batch_size=32).": (

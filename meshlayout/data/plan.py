@@ -84,9 +84,9 @@ def checked_seed(shuffle: object, where: str = "") -> int | None:
     """Returns `shuffle=` of a function: a seed, or None to keep the order of rows."""
     if isinstance(shuffle, (bool, np.bool_)):
         raise DataError(
-            f"{where}{': ' * bool(where)}shuffle={bool(shuffle)} is no seed: give a "
-            "seed, shuffle=0, which with the epoch determines the order of the rows; "
-            "or shuffle=None, which keeps their order."
+            f"{where}{': ' * bool(where)}shuffle={bool(shuffle)} is not a seed. "
+            "Write shuffle=0: the seed and the epoch determine the order of the rows; "
+            "or shuffle=None to keep their order."
         )
     if shuffle is None:
         return None
