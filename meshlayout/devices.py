@@ -67,8 +67,7 @@ def _start(n: int) -> None:
         return
     # XLA's CPU client runs collectives, and pieces of matrix products, in NPROC
     # threads. With fewer threads than waiting devices, queued steps deadlock. On one
-    # device, more threads than cores make small products twice as slow. A user's value
-    # is kept.
+    # device, more threads than cores make small products twice as slow.
     if n == 1 or os.environ.get("NPROC"):
         return
     os.environ["NPROC"] = str(2 * n)

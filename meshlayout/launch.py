@@ -156,8 +156,7 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C comes from here, once
-                # Linux kills them when the thread that starts them ends, which must be
-                # the main one.
+                # Linux kills them when the thread that starts them ends: the main one.
                 preexec_fn=libc
                 and (lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)),
                 env={**os.environ, **common, "JAX_PROCESS_ID": str(index), **variables},
@@ -245,8 +244,7 @@ class _Job:
                 return
 
     def _send(self, number: int) -> None:
-        # SIGKILL goes to its children, too; SIGTERM would end loader workers before it
-        # saves.
+        # SIGKILL goes to children, too; SIGTERM would end loaders before a save.
         send = os.killpg if number == signal.SIGKILL else os.kill
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):

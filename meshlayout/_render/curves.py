@@ -64,8 +64,7 @@ class Curves:
         return "\n".join([*text_columns(rows, "lll"), range_text])
 
     def _repr_svg_(self) -> str | None:
-        # One image, as GitHub removes SVG from a notebook's HTML; it brings its own
-        # color.
+        # One image, as GitHub removes SVG from a notebook's HTML, with its own color.
         if not self.panels:
             return None
         panels = ""

@@ -122,8 +122,7 @@ def call_with_layout(
     ]
     structure = jax.tree.structure(shapes)
     jitted = jax.jit(fn, **static, out_shardings=structure.unflatten(out))
-    # Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend
-    # can compile results into another kind of memory.
+    # Inside jit, `out_shardings` cannot set Explicit axes, nor every kind of memory.
     return relayout(jitted(*args, **kwargs), structure.unflatten(layouts))
 
 

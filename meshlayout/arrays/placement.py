@@ -55,8 +55,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
     """
-    # All layouts are checked first: an error must not leave a donated tree half
-    # deleted.
+    # Check all layouts first: an error must not leave a donated tree half deleted.
     layouts = for_each(_fitting, x, broadcast(layout, x))
     moved = _moved(x, layouts, copy=donate)
     # Only after all moves: the same array may be in the tree under several paths.

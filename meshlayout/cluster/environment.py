@@ -21,8 +21,7 @@ BIND, DEVICES = "coordinator_bind_address", "local_device_ids"
 
 _Facts: TypeAlias = dict[str, Any]  # by the argument of `initialize`
 
-# Of launchers that JAX does not (always) detect: numbers of processes, and the index of
-# a pod, which Kubernetes gives without their number.
+# Process counts of launchers that JAX may not detect, and Kubernetes' index of a pod.
 _OTHER_COUNTS = (
     *("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     *("DTENSOR_NUM_CLIENTS", "KERAS_DISTRIBUTION_NUM_PROCESSES"),
@@ -167,8 +166,7 @@ def _from_tf_config(text: str) -> _Facts:
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
-    # Otherwise JAX's detection, in a notebook on one TPU host or in a Kubernetes pod,
-    # waits for metadata servers and permissions that do not exist.
+    # Otherwise JAX may wait for metadata servers that do not exist (notebooks, pods).
     names = environment.keys()
     if names & {"SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE"}:
         return True

@@ -119,8 +119,7 @@ def initialize(
         raise ClusterError(f"{msg}included; in a notebook, restart the kernel first.")
     if count > 1:
         names = meet(settings, timeout_s)
-        # gRPC would use a proxy from the environment, and wait forever if that cannot
-        # reach the cluster's machines, which the meeting just did.
+        # gRPC would wait forever for a proxy that cannot reach the cluster's machines.
         host = settings.coordinator_address.rpartition(":")[0].strip("[]")
         direct, others = "no_grpc_proxy", os.environ.get("no_proxy", "")
         os.environ[direct] = f"{os.environ.get(direct) or others},{host}".strip(",")

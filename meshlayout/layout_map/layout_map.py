@@ -290,8 +290,7 @@ class LayoutMap(
         near = {pattern: nearest_paths(pattern, paths) for pattern in dead}
         axes = dict(self._options.logical_axes or ())
         names = {name for leaf in leaves for name in leaf.axes}
-        # A table that has all names of a model may have those of other models, too; and
-        # plain arrays that a name has placed have lost it.
+        # A table may hold names of other models, and plain arrays have lost theirs.
         is_plain = any(leaf.placed for leaf in leaves) and not names
         if not is_plain and (not names or names - {*axes, *self.mesh.axis_names}):
             for axis in axes.keys() - names:
