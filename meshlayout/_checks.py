@@ -274,7 +274,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 _MODULES = (contextlib, enum, functools)
-_INSIDE = (f"{Path(__file__).parent}/", *(module.__file__ for module in _MODULES))
+_INSIDE = (f"{Path(__file__).parent}/", *(str(x.__file__) for x in _MODULES))
 _NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
