@@ -191,7 +191,7 @@ def has_arrays(name: str, tree: object, **context: Unpack[Context]) -> None:
     """Refuses a tree without arrays, which is nearly always a forgotten `return`."""
     leaves = jax.tree.leaves(tree)
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
-        context.setdefault("hint", "A function that ends without `return` gives None.")
+        context.setdefault("hint", "A function without a `return` returns None.")
         raise _error(f"{name} holds no arrays, got {shown(tree)}.", **context)
 
 
@@ -206,7 +206,7 @@ def lock(text: object, current: str, fact: str, **context: Unpack[Context]) -> N
     if changes:
         more = [f"... and {len(changes) - 40} more"] * (len(changes) > 40)
         lines = "\n  ".join([*changes[:40], *more])
-        context["hint"] = "\nIf this is meant, write the lock anew with to_lock()."
+        context["hint"] = "\nIf this is intended, write a new lock with to_lock()."
         raise _error(f"{fact} (- locked, + now):\n  {lines}", **context)
 
 
@@ -278,11 +278,11 @@ _INSIDE = (f"{Path(__file__).parent}/", *(str(x.__file__) for x in _MODULES))
 _NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
-    "unbound axis name": "A step is one program over the whole batch: its means are "
-    "of all devices, without pmean and psum, which only code in jax.shard_map needs.",
-    "Array has been deleted": "A step has used up the state that this array is of. "
+    "unbound axis name": "A step is one program over the whole batch, and its means "
+    "cover all devices: only code in jax.shard_map needs pmean and psum.",
+    "Array has been deleted": "A step has used up the state of this array. "
     "Continue with the state that the step returned.",
-    "Shape mismatch: got (": "Of outputs of shape (batch, 1) take the column: "
+    "Shape mismatch: got (": "Of outputs of shape (batch, 1), use the column: "
     "model(x)[:, 0].",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
@@ -343,13 +343,13 @@ _HABITS = {
     "ModelCheckpoint": "Write Checkpoint(ml.Checkpointer(directory, keep=3)).",
     "TensorBoard": "Write Log(directory).",
     "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
-    "AUC": "Write {'auc': metrax.AUCROC}, of outputs 'predictions' and 'labels'.",
-    "MeanSquaredError": "Write Mean(values='squares'), of such an output of loss_fn.",
+    "AUC": "Write {'auc': metrax.AUCROC}; it reads 'predictions' and 'labels'.",
+    "MeanSquaredError": "Write Mean(values='squares'), and return such an output.",
     "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
     "labels(logits, labels) in loss_fn.",
-    "history": "It has the values itself, as history['loss'].",
-    "initial_epoch": "fit goes on by itself; with resume=True, from a checkpoint.",
-    "steps validation_steps": "Let a function return itertools.islice(batches, n).",
+    "history": "Index it directly, as in history['loss'].",
+    "initial_epoch": "fit continues by itself; with resume=True, from a checkpoint.",
+    "steps validation_steps": "Pass lambda: itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
@@ -364,12 +364,12 @@ _HABITS = {
     "get_next": "Write next(iterator).",
     "latest_checkpoint": "Write ck.latest_step().",
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
-    "validation_batch_size": "Validation is in batches of batch_size= as well.",
+    "validation_batch_size": "Validation uses batch_size=, too.",
     "stratify": "Split the rows yourself, and give validation_data=.",
     "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
     "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
-    "MeanAbsoluteError": "Write Mean(values='abs'), of such an output of loss_fn.",
+    "MeanAbsoluteError": "Write Mean(values='abs'), and return such an output.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",

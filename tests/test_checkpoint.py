@@ -426,7 +426,7 @@ def deleted():
 
 NO_ARRAYS = (
     "save: state holds no arrays, got {!r}. A function that ends without `return` "
-    "gives None."
+    "returns None."
 )
 
 

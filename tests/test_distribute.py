@@ -182,8 +182,8 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
         (4, lambda: four.local_results(own)),
     ):
         assert message_of(call, error=StrategyError) == (
-            "a variable of each replica's own: the value is of 2 replicas, and this "
-            f"strategy has {count}: it is another strategy's."
+            "a variable of each replica's own: the value has 2 replicas, but this "
+            f"strategy {count}: it is another strategy's."
         )
 
 

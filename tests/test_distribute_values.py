@@ -191,6 +191,6 @@ def test_values_of_another_number_of_replicas_are_refused(two, replicas):
         "local_results": lambda s: s.local_results(value),
     }.items():
         assert message_of(use, other, error=StrategyError) == (
-            f"{name}: the value is of 2 replicas, and this strategy has {replicas}: it "
-            "is another strategy's."
+            f"{name}: the value has 2 replicas, but this strategy {replicas}: it is "
+            "another strategy's."
         )

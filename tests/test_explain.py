@@ -108,7 +108,7 @@ def test_a_rename_that_changes_a_layout_breaks_the_lock(mesh, tree):
         "the layouts are not the locked ones (- locked, + now):\n"
         "  -head/kernel: f32[64, 4096] [batch, model]\n"
         "  +top/kernel: f32[64, 4096] [unsharded, unsharded]\n"
-        "If this is meant, write the lock anew with to_lock()."
+        "If this is intended, write a new lock with to_lock()."
     )
 
 

@@ -431,7 +431,7 @@ def test_a_diff_and_a_lock_show_what_other_layouts_send(mesh, column_sum):
         "  -# 4 bytes sent by each device\n"
         "  +# 196 bytes sent by each device\n"
         "  +1 x all_reduce over model: f32[2, 16], 192 bytes sent, times 1\n"
-        "If this is meant, write the lock anew with to_lock()."
+        "If this is intended, write a new lock with to_lock()."
     )
 
 

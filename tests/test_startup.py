@@ -258,7 +258,7 @@ def test_on_one_process_it_does_nothing_and_says_so(alone, caplog):
     assert ml.cluster.is_main()
     assert attempt(ml.initialize, "10.0.0.1:1234", 2, 0).endswith(
         "cannot become process 0 of 2, coordinator 10.0.0.1:1234 (from arguments). Call "
-        "shutdown() before."
+        "shutdown() first."
     )
 
 

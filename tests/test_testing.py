@@ -287,7 +287,7 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
     state, batch = ml.arrays.ones((), mesh.layout()), on(mesh, np.ones(4, "float32"))
     alone = ml.arrays.ones(3, testing.one_device_mesh(mesh).layout(None))
     text = message(testing.verify, losses, alone, None)
-    assert text.startswith("the state is on no mesh of several devices, and so there")
+    assert text.startswith("the state is not on a mesh of several devices: there")
     assert message(testing.verify, losses, state, batch) == (
         "step 1: aux f32[2] differs between Mesh(batch=2, model=4) and one device: it is f32[2] on the mesh and f32[1] on one device.\n"
         f"Leaves that differ: 1 of 2.\n{CAUSES}"

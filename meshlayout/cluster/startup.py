@@ -109,7 +109,7 @@ def initialize(
     if _running is not None:
         if settings.source and settings != _running:
             msg = f"initialize: this program already runs as {_running}, and cannot "
-            raise ClusterError(f"{msg}become {settings}. Call shutdown() before.")
+            raise ClusterError(f"{msg}become {settings}. Call shutdown() first.")
         return
     count, ids = settings.num_processes, settings.local_device_ids
     has_started = _jax.has_backend() or jax.distributed.is_initialized()

@@ -296,7 +296,7 @@ class ReplicaProgram:
         is_same = [*map(id, trace.changed())] == [*map(id, self._changed)]
         is_same &= trace.entered.keys() <= values.keys()
         if not is_same or treedef != self._treedef:
-            msg = f"{self._name} did something else when it was traced again: it "
+            msg = f"{self._name} differed when it was traced again: it "
             msg += "depends on what changes in Python. Pass that as an argument."
             raise StrategyError(msg)
         new = []

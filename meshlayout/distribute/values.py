@@ -127,8 +127,8 @@ def sorted_shards(array: jax.Array) -> list[Any]:
 def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
     """Raises StrategyError for a value of another number of replicas."""
     if value.num_replicas != mesh.size:
-        msg = f"{where}: the value is of {value.num_replicas} replicas, and this "
-        raise StrategyError(f"{msg}strategy has {mesh.size}: it is another strategy's.")
+        msg = f"{where}: the value has {value.num_replicas} replicas, but this "
+        raise StrategyError(f"{msg}strategy {mesh.size}: it is another strategy's.")
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:

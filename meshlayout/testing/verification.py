@@ -202,7 +202,7 @@ def _mesh_of(arguments: PyTree) -> Mesh:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
             return as_mesh(sharding.mesh)
-    msg = "the state is on no mesh of several devices, and so there is nothing to"
+    msg = "the state is not on a mesh of several devices: there is nothing to"
     hint = "virtual_devices(8) makes eight on any machine."
     raise VerificationError(f"{msg} compare with one device. {hint}")
 

@@ -84,7 +84,7 @@ def array_rows(tree: PyTree) -> Rows:
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
     indexes = [x.index for x in columns.values() if hasattr(x, "iloc")]
     if any(not x.equals(indexes[0]) and x.isin(indexes[0]).all() for x in indexes):
-        msg = "rows are paired by position, not by their indexes, which have one order"
+        msg = "rows are paired by position, not by index, and the index has one order"
         _log.warning(f"{msg} in x and another in y: perhaps write y.loc[x.index].")
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
     sizes = {column.shape[:1]: path for path, column in columns.items()}
