@@ -51,7 +51,7 @@ def compile_for(
 
     The target is a topology, such as `"v5e:4x4"`, for the axes of the state's mesh (the
     first takes what is left), or a mesh with these axes. The rest are the step's
-    arguments, abstract or not, on any mesh: only specs count. A layout map follows.
+    arguments, abstract or not, on any mesh: only specs count. Its layout map follows.
 
     Raises:
         MeshError: If there is no such topology, or it has no such mesh.
