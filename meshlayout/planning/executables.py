@@ -147,7 +147,7 @@ def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     try:  # the bytes have a checksum
         saved = pickle.loads(zlib.decompress(target.read_bytes()))
     except (OSError, zlib.error) as error:
-        msg = f"{str(target)!r} is not a file of save_compiled, or is damaged"
+        msg = f"{str(target)!r} is not a file of save_compiled, or it is damaged"
         raise StepError(f"{msg}: {error}. Save it anew.") from error
     _compare(target, saved[0], _key_of())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet
