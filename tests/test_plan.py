@@ -173,8 +173,23 @@ def test_candidates_are_maps_or_functions_of_a_mesh():
     assert ("mine", {"data": 8}) in names
     assert {name for name, _ in names} == {"mine", "halves"}
     assert all("model" in shape for name, shape in names if name == "halves")
+    names = {"build": build, "loss_fn": token_losses, "optimizer": optax.sgd(0.1)}
+    names["candidates"] = {"a": mine, "b": lambda mesh: ml.parallel.fsdp(mesh)}
+    for row in planned(candidates=names["candidates"], remat="none").rows[:3]:
+        exec(row.to_code(), names)
+        assert names["layouts"] == row.layouts
+        assert names["state"].step.sharding.mesh == row.mesh.jax_mesh
     with pytest.raises(ml.errors.MeshError, match="has no axis 'expert'"):
         planned(candidates={"no": lambda mesh: ml.parallel.fsdp(mesh, axes="expert")})
+
+
+def test_of_several_steps_a_call_one_is_planned():
+    one = planned(remat="none").best
+    several = jax.ShapeDtypeStruct((3, 16, 16), "int32")
+    for batch in ([TOKENS] * 3, {"tokens": several}):
+        best = planned(remat="none", steps_per_call=3, batch=batch).best
+        assert (best.rows, best.step_s) == (one.rows, one.step_s)
+        assert "steps_per_call=3" in best.to_code()
 
 
 def test_a_candidate_that_does_not_fit_the_batch_or_the_model_is_a_row():
@@ -341,6 +356,8 @@ def test_topologies_are_compared_per_device():
     ("options", "message"),
     [
         ({"topology": "v5e:5x5"}, r"there is no topology 'v5e:5x5'.* 4x4|v5e:4x4"),
+        ({"candidates": ["fsdp"]}, "candidates must be a dict by names"),
+        ({"candidates": {"x": lambda: 1}}, "called as candidates..x...mesh., but"),
         ({"acumulate": 2}, "Did you mean 'accumulate'"),
         ({"budget_s": -1}, "budget_s must be a finite number"),
     ],
