@@ -183,6 +183,19 @@ def test_candidates_are_maps_or_functions_of_a_mesh():
         planned(candidates={"no": lambda mesh: ml.parallel.fsdp(mesh, axes="expert")})
 
 
+def test_batches_may_be_tuples_and_losses_may_draw():
+    def loss_fn(model, batch, rngs, train):
+        tokens, weights = batch
+        noise = jax.random.uniform(rngs(), weights.shape) * train
+        return token_losses(model, {"tokens": tokens}) * weights + noise
+
+    batch = TOKENS["tokens"], jax.ShapeDtypeStruct((16, 1), "float32")
+    rows = planned(loss_fn=loss_fn, batch=batch, remat="none").rows
+    assert not [row.error for row in rows if row.error]
+    names = {"build": build, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
+    exec(rows[0].to_code(), {**names, "batch": batch})
+
+
 def test_of_several_steps_a_call_one_is_planned():
     one = planned(remat="none").best
     several = jax.ShapeDtypeStruct((3, 16, 16), "int32")
@@ -225,6 +238,9 @@ def test_rows_say_what_their_time_consists_of(ranking):
     assert f"({best.tokens_per_s:,.0f} tokens)" in str(ranking)
     assert "<table" in ranking._repr_html_()
     assert json.dumps(ranking.to_dict(), allow_nan=False)
+    assert ranking.explain(best) == ranking.explain()
+    with pytest.raises(ml.MeshLayoutError, match="a row or a place in [0-9]+ rows"):
+        ranking.explain(999)
 
 
 @pytest.mark.slow

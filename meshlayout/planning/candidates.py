@@ -75,7 +75,8 @@ def proposals(
     `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
     """
     library = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
-    call = f"{next(iter(values))}, batch, call=loss_fn"
+    only = "(batch,)" if isinstance(values["batch"], tuple) else "batch"
+    call = f"{next(iter(values))}, {only}, call=loss_fn"
     # What the model asks for is known when the first candidate has been traced.
     for axis in itertools.chain([""], traits.axes):
         for mesh in meshes(target, axis):
