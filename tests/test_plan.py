@@ -239,7 +239,7 @@ def test_rows_say_what_their_time_consists_of(ranking):
     assert "<table" in ranking._repr_html_()
     assert json.dumps(ranking.to_dict(), allow_nan=False)
     assert ranking.explain(best) == ranking.explain()
-    with pytest.raises(ml.MeshLayoutError, match="a row or a place in [0-9]+ rows"):
+    with pytest.raises(ml.MeshLayoutError, match="a row or a place in"):
         ranking.explain(999)
 
 
