@@ -79,8 +79,12 @@ def _problem(problem: str, **options: Any) -> dict[str, Any]:
     if function not in values:
         hint = did_you_mean(function, values)
         raise MeshLayoutError(f"{name} has no {function!r}.{hint}")
-    if "topology" not in (given := {**values[function](), **options}):
-        raise MeshLayoutError(f"give --topology, or let {problem!r} return one.")
+    given = values[function]()
+    given = {**given, **options} if isinstance(given, dict) else {}
+    needed = "build", "loss_fn", "batch", "optimizer", "topology"
+    if missing := [x for x in needed if x not in given]:
+        msg = f"{problem!r} must return a dict that also has {', '.join(missing)}"
+        raise MeshLayoutError(f"{msg}; or give --topology.")
     return given
 
 

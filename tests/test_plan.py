@@ -173,8 +173,36 @@ def test_candidates_are_maps_or_functions_of_a_mesh():
     assert ("mine", {"data": 8}) in names
     assert {name for name, _ in names} == {"mine", "halves"}
     assert all("model" in shape for name, shape in names if name == "halves")
+    names = {"build": build, "loss_fn": token_losses, "optimizer": optax.sgd(0.1)}
+    names["candidates"] = {"a": mine, "b": lambda mesh: ml.parallel.fsdp(mesh)}
+    for row in planned(candidates=names["candidates"], remat="none").rows[:3]:
+        exec(row.to_code(), names)
+        assert names["layouts"] == row.layouts
+        assert names["state"].step.sharding.mesh == row.mesh.jax_mesh
     with pytest.raises(ml.errors.MeshError, match="has no axis 'expert'"):
         planned(candidates={"no": lambda mesh: ml.parallel.fsdp(mesh, axes="expert")})
+
+
+def test_batches_may_be_tuples_and_losses_may_draw():
+    def loss_fn(model, batch, rngs, train):
+        tokens, weights = batch
+        noise = jax.random.uniform(rngs(), weights.shape) * train
+        return token_losses(model, {"tokens": tokens}) * weights + noise
+
+    batch = TOKENS["tokens"], jax.ShapeDtypeStruct((16, 1), "float32")
+    rows = planned(loss_fn=loss_fn, batch=batch, remat="none").rows
+    assert not [row.error for row in rows if row.error]
+    names = {"build": build, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
+    exec(rows[0].to_code(), {**names, "batch": batch})
+
+
+def test_of_several_steps_a_call_one_is_planned():
+    one = planned(remat="none").best
+    several = jax.ShapeDtypeStruct((3, 16, 16), "int32")
+    for batch in ([TOKENS] * 3, {"tokens": several}):
+        best = planned(remat="none", steps_per_call=3, batch=batch).best
+        assert (best.rows, best.step_s) == (one.rows, one.step_s)
+        assert "steps_per_call=3" in best.to_code()
 
 
 def test_a_candidate_that_does_not_fit_the_batch_or_the_model_is_a_row():
@@ -210,6 +238,9 @@ def test_rows_say_what_their_time_consists_of(ranking):
     assert f"({best.tokens_per_s:,.0f} tokens)" in str(ranking)
     assert "<table" in ranking._repr_html_()
     assert json.dumps(ranking.to_dict(), allow_nan=False)
+    assert ranking.explain(best) == ranking.explain()
+    with pytest.raises(ml.MeshLayoutError, match="a row or the index of one of"):
+        ranking.explain(999)
 
 
 @pytest.mark.slow
@@ -341,6 +372,8 @@ def test_topologies_are_compared_per_device():
     ("options", "message"),
     [
         ({"topology": "v5e:5x5"}, r"there is no topology 'v5e:5x5'.* 4x4|v5e:4x4"),
+        ({"candidates": ["fsdp"]}, "candidates must be a dict by names"),
+        ({"candidates": {"x": lambda: 1}}, "called as candidates..x...mesh., but"),
         ({"acumulate": 2}, "Did you mean 'accumulate'"),
         ({"budget_s": -1}, "budget_s must be a finite number"),
     ],

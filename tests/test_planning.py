@@ -420,6 +420,9 @@ def problem():
         "loss_fn": lambda model, x: model(x) ** 2, "optimizer": optax.sgd(0.1),
         "topology": ml.create_mesh(), "budget_s": 0,
     }
+
+def nothing():
+    return 3
 """
 
 
@@ -433,7 +436,8 @@ def test_plan_takes_a_problem_from_a_file_or_a_module(tmp_path, capsys, monkeypa
         ("mine:problm", "mine has no 'problm'. Did you mean 'problem'?"),
         ("mine", "'mine' is not module:function or file.py:function: "),
         ("not.py:problem", "'not.py:problem' is not module:function"),
-        ("none.py:problem", "give --topology, or let 'none.py:problem' return one."),
+        ("none.py:problem", "a dict that also has topology; or give --topology."),
+        ("none.py:nothing", "a dict that also has build, loss_fn, batch, optimizer"),
     ]:
         with pytest.raises(SystemExit, match=re.escape(words)):
             command_line.main(["plan", text])

@@ -6,10 +6,11 @@ place. What a loop carries depends value by value, not each on all: else a count
 make activations of the weights that it picks.
 """
 
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -71,7 +72,10 @@ def follow(
     _checks.has_arrays("example_inputs", inputs, **{**context, "hint": hint})
     if call is not None:
         names = (f"input_{index}" for index in range(len(inputs)))
-        _checks.function("call", call, "model", *names, **context)
+        hint = "Give a batch that is a tuple as (batch,)." if len(inputs) > 1 else ""
+        options = {**context, "hint": hint, "keywords": ("rngs", "train")}
+        _checks.function("call", call, "model", *names, **options)
+        call = _as_loss(call)
     with eager_sharding_off(), _jax.no_mesh():
         model = _built(model_or_build, where)
         examples = filter(is_array, jax.tree.leaves(inputs))
@@ -120,6 +124,20 @@ def _built(model_or_build: Model | Callable[[], Model], where: str) -> Model:
     if isinstance(model, nnx.Module):
         start_training(model)
     return model
+
+
+def _as_loss(call: Call) -> Call:
+    """Returns a call with what a step, too, passes to a loss function that needs it."""
+    parameters: dict[str, Any] = {}
+    with suppress(ValueError):  # some of NumPy's have no signature
+        parameters = {**inspect.signature(call).parameters}
+    makers = {"rngs": lambda: nnx.Rngs(0), "train": lambda: True}
+    needed = [
+        x
+        for x in makers
+        if x in parameters and parameters[x].default is inspect.Parameter.empty
+    ]
+    return lambda *args: call(*args, **{name: makers[name]() for name in needed})
 
 
 def _as_function(

@@ -75,7 +75,8 @@ def proposals(
     `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
     """
     library = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
-    call = f"{next(iter(values))}, batch, call=loss_fn"
+    only = "(batch,)" if isinstance(values["batch"], tuple) else "batch"
+    call = f"{next(iter(values))}, {only}, call=loss_fn"
     # What the model asks for is known when the first candidate has been traced.
     for axis in itertools.chain([""], traits.axes):
         for mesh in meshes(target, axis):
@@ -137,24 +138,28 @@ def _ways(
 
 def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
     """Yields a user's candidates: maps, and functions of every mesh that they take."""
+    context: Any = {"where": "plan", "error": MeshLayoutError}
+    context["hint"] = "Give layout maps by name, or functions of a mesh that make them."
     for name, value in candidates.items():
-        code, maps = f"layouts = {name}  # your map", list[LayoutMap]()
-        if isinstance(value, LayoutMap):
-            maps.append(value)
-        else:
-            code = f"layouts = {getattr(value, '__name__', name)}(mesh)"
-            every = [*meshes(target)]
+        title, maps = f"candidates[{name!r}]", [value]
+        code = [f"layouts = {title}", "mesh = layouts.mesh"]
+        if not isinstance(value, LayoutMap):
+            make = _checks.function(title, value, "mesh", **context)
+            code, maps, every = [f"layouts = {title}(mesh)"], [], [*meshes(target)]
             for mesh in every:  # some may lack the axes that it is for
                 with contextlib.suppress(MeshLayoutError):
-                    maps.append(value(mesh))
+                    maps.append(make(mesh))
             with _checks.noted(f"while plan calls the candidate {name!r}"):
-                maps = maps or [value(every[-1])]
+                maps = maps or [make(every[-1])]
         for layouts in maps:
+            if not isinstance(layouts, LayoutMap):
+                fact = f"plan: {title}(mesh) is {_checks.shown(layouts)}"
+                raise MeshLayoutError(f"{fact}, and not a LayoutMap.")
             mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
             text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"
             made = layouts, LayoutMap(mesh, {"carry": (rows, ...)}), (rows,)
             if {*mesh.devices.flat} <= {*target.devices}:
-                yield Row(name, target.name, mesh, *made, (code, text))
+                yield Row(name, target.name, mesh, *made, (*code, text))
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -127,7 +127,9 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         # The same version, so that pip keeps the installed jax.
         install = f"pip install 'jax[{extra}]=={jax.__version__}'"
         fact = f"there is no compiler for {topology!r}: {str(error).splitlines()[0]}"
-        raise MeshError(f"{fact} If it is not installed, {install}.") from error
+        raise MeshError(
+            f"{fact.rstrip('.')}. If it is not installed, {install}."
+        ) from error
 
 
 def parse_topology(topology: str) -> tuple[str, tuple[int, ...]]:

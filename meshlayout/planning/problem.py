@@ -30,6 +30,7 @@ from meshlayout.state.creation import place
 from meshlayout.state.train_state import Optimizer
 from meshlayout.step import make_train_step
 from meshlayout.step.model_call import Remat, _block_paths
+from meshlayout.step.placement import stacked
 
 
 @dataclass(eq=False)
@@ -45,13 +46,18 @@ class Problem:
     hop_s: float
 
     def __post_init__(self) -> None:
+        given = {k: x for k, x in self.options.items() if k != "layouts"}
+        options, batch = dict(self.options), self.batch
+        if (count := options.pop("steps_per_call", 1)) > 1:  # costs are of one step
+            first = functools.partial(jax.tree.map, lambda x: x[0])
+            batch = jax.eval_shape(first, stacked(batch, count))
         # Arrays abstract, and of the dtypes that steps take them in.
-        self.batch, self.traits = jax.eval_shape(lambda x: x, self.batch), Traits()
+        self.options, self.traits = options, Traits()
+        self.batch = jax.eval_shape(lambda x: x, batch)
         leaves, integer = jax.tree.leaves(self.batch), jnp.integer
         texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
         tokens = max((x.size for x in texts), default=0)
         facts = {"rows": num_examples(self.batch), "tokens": tokens}
-        given = {k: x for k, x in self.options.items() if k != "layouts"}
         self.facts: dict[str, Any] = {**facts, "given": given}
         # What the code of candidates takes, with what is called first.
         self.values: dict[str, object] = {"build": self.build}

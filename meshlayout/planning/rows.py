@@ -192,14 +192,24 @@ class Ranking:
         raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
-        """Returns the parts of the time of a row, or of the row with an index."""
-        chosen = self.rows[row] if isinstance(row, int) else row
-        total = sum(chosen.parts.values())
-        parts = sorted(chosen.parts.items(), key=lambda x: -x[1])
+        """Returns the parts of the time of a row, or of the row with an index.
+
+        Another value is a MeshLayoutError.
+        """
+        count = len(self.rows)
+        if isinstance(row, int) and row in range(count):
+            row = self.rows[row]
+        if not isinstance(row, Row):
+            msg = (
+                f"explain takes a row or the index of one of {count} rows, got {row!r}."
+            )
+            raise MeshLayoutError(msg)
+        total = sum(row.parts.values())
+        parts = sorted(row.parts.items(), key=lambda x: -x[1])
         parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
         lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
         headers = ["what", "time", "share"]
-        return _render.text_table(headers, lines, "lrr", [repr(chosen)])
+        return _render.text_table(headers, lines, "lrr", [repr(row)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON."""

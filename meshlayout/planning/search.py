@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,7 +58,8 @@ def plan(
     Args:
         build: As for `TrainState.create`, like `optimizer` and `module`.
         loss_fn: As for `make_train_step`, like `step_options`, for all candidates.
-        batch: One global batch; abstract arrays (`jax.ShapeDtypeStruct`) suffice.
+        batch: One global batch, or the batches of a call with `steps_per_call`, of
+            which one is planned; `jax.ShapeDtypeStruct` suffices.
         optimizer: An Optax transformation.
         topology: A TPU slice, such as `"v5e:16x16"`, GPUs, such as `"h100:8"`, or a
             mesh of devices here; or several of these, compared per device.
@@ -102,6 +103,9 @@ def plan(
     count = _checks.count("workers", count, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
+    if candidates is not None and not isinstance(candidates, Mapping):
+        msg = f"candidates must be a dict by names, got {_checks.shown(candidates)}."
+        raise MeshLayoutError(f"plan: {msg}")
     is_list = isinstance(topology, Sequence) and not isinstance(topology, str)
     targets: Any = topology if is_list else [topology]
     slices = {x.name: x for x in map(Slice.of, targets)}
