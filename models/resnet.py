@@ -247,7 +247,7 @@ def synchronize_norms(model: nnx.Module, axis_name: str | None = "batch") -> Non
         axis_name: The mesh axis of replicas. None undoes it: outside of `run` a model
             in training mode has no such axis.
     """
-    for _, module in nnx.iter_modules(model):
+    for _, module in nnx.iter_graph(model):
         if isinstance(module, nnx.BatchNorm):
             module.axis_name = axis_name
 

@@ -40,6 +40,8 @@ class Launch:
         if script:
             (folder / "script.py").write_text(PREAMBLE + script)
         self._files = folder / "out.txt", folder / "err.txt"
+        # Under nohup, the launcher does not pass it on.
+        handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *start.split(" ", 1), *map(str, arguments)],
@@ -48,6 +50,7 @@ class Launch:
                 stdout=out,
                 stderr=err,
             )
+        signal.signal(signal.SIGHUP, handler)
 
     out = property(lambda self: self._files[0].read_text(errors="replace"))
     err = property(lambda self: self._files[1].read_text(errors="replace"))

@@ -184,7 +184,10 @@ def test_fsdp_gathers_asynchronously_and_names_the_lines_it_serves(tpu):
         if one.kind == "all_gather"
     ]
     assert sum(one.is_async for one in gathers) > 0.8 * len(gathers)
-    assert all(one.source.startswith("models/transformer.py:") for one in gathers)
+    files = ["models/transformer.py:"]
+    if jax.__version_info__ < (0, 8):  # only the innermost line is in the program
+        files.append("nn/linear.py:")
+    assert all(one.source.startswith(tuple(files)) for one in gathers)
 
 
 def test_loops_without_a_count_in_the_text_are_counted(tpu):

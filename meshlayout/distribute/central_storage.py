@@ -30,7 +30,8 @@ class CentralStorageStrategy(MirroredStrategy):
         devices: Devices, as for `MirroredStrategy`; None for all of this process.
 
     Raises:
-        StrategyError: If programs on these devices cannot read the host's memory.
+        StrategyError: If programs on these devices cannot read the host's memory, as
+            those of jax 0.7 on CPUs.
 
     Examples:
         >>> from flax import nnx

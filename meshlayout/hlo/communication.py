@@ -130,7 +130,7 @@ def read_communication(
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
     With JAX's persistent compilation cache, source lines are from the run that filled
-    it.
+    it. TPU programs of jax 0.7 have one line for an operation, which may be Flax's.
 
     Args:
         program: What `jax.jit(...).lower(...).compile()` returns, or its text.

@@ -348,7 +348,8 @@ def start_training(model: nnx.Module) -> bool:
     A layer that was built in evaluation mode keeps it.
     """
     is_evaluating: list[bool] = []
-    for _, module in nnx.iter_modules(model):
+    nodes = nnx.iter_graph(model)  # flax 0.11 has no iter_modules
+    for module in (x for _, x in nodes if isinstance(x, nnx.Module)):
         for name in {"deterministic", "use_running_average"} & {*vars(module)}:
             if getattr(module, name) is None:
                 setattr(module, name, False)

@@ -294,7 +294,8 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
 
 def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Returns an NNX model's submodules by path, itself included."""
-    modules = nnx.iter_modules(model)
+    nodes = nnx.iter_graph(model)  # flax 0.11 has no iter_modules
+    modules = [(path, x) for path, x in nodes if isinstance(x, nnx.Module)]
     return [("/".join(map(str, path)), module) for path, module in modules]
 
 
