@@ -2,7 +2,6 @@
 
 import doctest
 import io
-import logging
 import signal
 import warnings
 
@@ -221,7 +220,6 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
     def distributed(data):
         return ml.distribute_dataset(data, mesh, global_batch_size=8)
 
-    caplog.set_level(logging.INFO, "meshlayout")
     for make, options, said in (
         (dict, {"batch_size": 8}, "the source's"),
         (lambda data: cut(data, 8), {}, "'weight' of their"),
@@ -233,7 +231,7 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         np.testing.assert_allclose(measured["loss"], expected, rtol=1e-6)
         (record,) = caplog.records
         assert f"xamples are weighted by {said}" in record.getMessage()
-        assert record.levelname == "INFO"
+        assert record.levelname == "WARNING"
         bad = make({**data, "weight": -weight})
         assert "'weight' has values from" in message_of(
             trainer.evaluate, bad, **options
@@ -807,8 +805,10 @@ def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     assert not caplog.messages
     weighted = {**data, "weight": np.ones(40, "float32")}
     quiet_fit(split, weighted, validation_split=0.25, **options)
-    (said,) = caplog.messages
-    assert said == "held-out rows are weighted, too: validation_data= need not be."
+    assert caplog.messages == [
+        "held-out rows are weighted, too: validation_data= need not be.",
+        "Examples are weighted by the source's 'weight'.",
+    ]
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "
         "give validation_data= alone."

@@ -192,6 +192,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def replace(self, **changes: Any) -> Self:
         """Returns this state with new values for some fields; `tx` is the optimizer."""
+        for name in changes:
+            known = ("tx", *(field.name for field in dataclasses.fields(self)))
+            _checks.option("TrainState.replace", name, known)
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)

@@ -273,13 +273,16 @@ class CompiledStep(StepInspection, Generic[P, R]):
             nonlocal last, metrics, is_first
             is_next = state is last() and not state.step.is_deleted()
             if is_next:
-                is_known = rest and (rest[-1] is metrics or rest[-1] is first)
-                leaves: Any = rest[:-1] if is_known else rest
+                leaves: Any = rest
+                if rest and (rest[-1] is metrics or rest[-1] is first):
+                    leaves = rest[:-1]
                 try:
                     if not is_flat:
                         leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
                     for x, sharding in zip(leaves, other_shardings, strict=True):
-                        if x.sharding != sharding or x.is_deleted():
+                        # A NamedSharding takes long to find that it is the same.
+                        is_same = x.sharding is sharding or x.sharding == sharding
+                        if not is_same or x.is_deleted():
                             is_next = False
                 except (AttributeError, ValueError):  # of what is no array; of others
                     is_next = False

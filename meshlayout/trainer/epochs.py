@@ -207,7 +207,7 @@ class TrainerInput:
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
             sentence = "examples are weighted by %r of their batch."
-            self._trainer._tell(logging.INFO, sentence, self._key)
+            self._trainer._tell(logging.WARNING, sentence, self._key)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -268,7 +268,8 @@ class TrainerInput:
         is_weighted = _batches.weights_of(example, key) is not None
         is_padded = last and _batches.takes_weights(example, key)
         if self._marks and (is_weighted or is_padded):
-            plan = DataPlan(lambda: rows, layout, {**shared, "weights": key})
+            shared, clock = {**shared, "weights": key}, self._trainer._report
+            plan = DataPlan(lambda: rows, layout, shared, clock=clock)
             where = f"in {self._opening}: batch 1{' of epoch 1' * self._trains}"
             with _batches.noted_batch(where, plan.element_spec):
                 if self._trainer._accepts(plan.element_spec, train=self._trains):

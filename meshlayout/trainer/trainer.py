@@ -20,6 +20,7 @@ from meshlayout import _checks, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
+from meshlayout.data import PipelineReport
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
@@ -133,6 +134,7 @@ class Trainer(_checks.WithReflexes):
         self._metrics: Metrics | None = None
         self._columns: dict[str, list[Any]] = {}  # of the data frames of `fit`
         self._told: set[str] = set()
+        self._report = PipelineReport()  # of arrays, which says nothing twice
 
     def __setattr__(self, name: str, value: object) -> None:
         if type(self) is Trainer and name[0] != "_" and name not in _FIELDS:
