@@ -228,7 +228,9 @@ def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
 def _note(x: Resolution) -> str | None:
     """Returns the rule's note; or a warning, if two axes are left over by a kernel."""
     used = [axis for spec in x.current_layout.specs for axis in axes_of(spec)]
-    left = [axis for axis, n in x.layout.mesh.shape.items() if n > 1 and axis not in used]
+    left = [
+        axis for axis, n in x.layout.mesh.shape.items() if n > 1 and axis not in used
+    ]
     is_window = len(x.shape) == 4 and min(map(max, (x.shape[:2], x.shape[2:]))) <= 16
     return x.note or (GROUPED if is_window and len(left) > 1 else None)
 

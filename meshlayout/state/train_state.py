@@ -172,7 +172,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
             raise StateError(
                 "a step has used up this state: it reused its memory. Continue with "
-                "the state that the step returned, or pass the step a copy: "
+                "what the step returned, or trainer.state, or pass the step a copy: "
                 "jax.tree.map(jnp.copy, state)."
             )
 
