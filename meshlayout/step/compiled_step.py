@@ -116,8 +116,8 @@ class _StepProgram:
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        is_cpu = [device.platform == "cpu" for device in self.devices]
-        self.is_bounded = self.is_spread and all(is_cpu)
+        platforms = {device.platform for device in self.devices}
+        self.is_bounded = self.is_spread and platforms == {"cpu"}
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()

@@ -112,8 +112,7 @@ def verify(
         >>> print(verify(step, state, ml.arrays.ones(4, mesh.layout("batch"))))
         2 leaves agree on Mesh(batch=2, model=4) and on one device, steps: 1.
     """
-    context: Any = {"where": "verify", "error": VerificationError}
-    num_steps = _checks.count("num_steps", num_steps, **context)
+    num_steps = _checks.count("num_steps", num_steps, error=VerificationError)
     mesh = _mesh_of((state, batch, args, kwargs))
     one = one_device_mesh(mesh)
     # One map for all steps: under another one JAX compiles everything again.

@@ -90,6 +90,7 @@ class TrainerInput:
         steps_per_epoch: int | None = None,
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
+        self._warn = trainer._report.warn
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         leaves = jax.tree.leaves(trainer.state)
@@ -205,8 +206,7 @@ class TrainerInput:
             self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            text = f"Examples are weighted by {self._key!r} of their batch."
-            self._trainer._report.warn(text)
+            self._warn(f"Examples are weighted by {self._key!r} of their batch.")
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -237,14 +237,12 @@ class TrainerInput:
         layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
-            self._trainer._report.warn(
+            self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
                 "every device computes all of it. To have it padded, return one loss "
                 "per example; if it is a tuple, also give Trainer weights=2."
             )
             layout = mesh.layout(...)
-        if all(getattr(x, "shape", ()) for x in jax.tree.leaves(batch)):
-            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)
@@ -285,9 +283,7 @@ class TrainerInput:
             kind = getattr(entry, "dtype", np.dtype(int)).kind
             if np.ndim(entry) == 1 and kind == "f":
                 text = f"the data's entry {name!r} does not weight the examples. If it"
-                self._trainer._report.warn(
-                    f"{text} is to, give Trainer weights={name!r}."
-                )
+                self._warn(f"{text} is to, give Trainer weights={name!r}.")
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""

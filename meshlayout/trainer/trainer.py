@@ -249,7 +249,7 @@ class Trainer(_checks.WithReflexes):
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            step = int(self.state._num_steps())  # waits, but nothing is running yet
+            step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
