@@ -472,8 +472,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
         bound = self._signature.bind_partial(*args, **kwargs)
-        leaves = _paths.flatten(dict(bound.arguments)).leaves
-        return {leaf.path: leaf.value for leaf in leaves}
+        entries = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))[0]
+        text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        return {text(keys): leaf for keys, leaf in entries}
 
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
