@@ -177,7 +177,8 @@ class Resolver:
             pattern, source = rule.pattern, f"rule {rule.pattern!r}, "
             reason = "exact path" if pattern == array.path else "pattern"
         layout, fallback = self._fitting(array, layout, policy, source)
-        return Resolution(*array, layout, pattern, reason, fallback, note)
+        resolution = Resolution(*array, layout, pattern, reason, fallback, note)
+        return replace(resolution, yields=rule.rule.yields)
 
     def _by_names(
         self, array: _Array, box: Box, by_rules: Resolution | None

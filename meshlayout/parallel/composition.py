@@ -4,7 +4,7 @@ All patterns lead to one rule, which asks the parts in turn, as does the default
 result is a plain map that can be printed, extended and locked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
@@ -63,9 +63,11 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
     }
     everything = Composition(tuple(part | {} for part in parts))
     rules = {
-        pattern: Rule(everything, sends=_rule(part, pattern).sends, is_generated=True)
+        pattern: replace(
+            x.rule, layout=everything, on_uneven=None, note=None, is_generated=True
+        )
         for part in parts
-        for pattern in part
+        for pattern, x in part._rules.items()
     }
     modes = {part._options.unused for part in parts if part}
     unused: Unused = "error" if "error" in modes else "warn"

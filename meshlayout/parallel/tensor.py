@@ -72,10 +72,7 @@ def tensor_parallel(
         sequence: Whether features between blocks are in shards along the sequence where
             the model says `ml.constrain(x, "residual")` of (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). So that no matrix is gathered instead, it names what matrices take
-            `inputs`, features within an MLP `hidden`, (batch, length, heads, features)
-            in attention `heads`, and its results `logits`, as models/transformer.py
-            does. Give the map to the step, too, as `layouts=`.
+            2022). Give the map to the step, too, as `layouts=`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -104,6 +101,7 @@ def tensor_parallel(
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
+    _checks.choice("sequence", sequence, (True, False), where="tensor_parallel")
     names: set[str] = set()  # of activations
     name_rules = {".": lambda name, *_: names.add(name)} if sequence else {}
     with activate(LayoutMap(mesh, name_rules)):
@@ -120,10 +118,8 @@ def tensor_parallel(
         return LayoutMap(mesh, rules_for(rules))
     rows = batch_axes(mesh)
     activations = {
-        "^residual$": Rule((rows, axis, ...), is_generated=True),
+        "^residual$": Rule((rows, axis, ...), is_generated=True, yields=True),
         "^inputs$": Rule((rows, ...), is_generated=True),
-        "^(hidden|logits)$": Rule((rows, ..., axis), "replicate", is_generated=True),
-        "^heads$": Rule((rows, None, axis, None), "replicate", is_generated=True),
     }
     return LayoutMap(mesh, {**rules_for(rules), **activations}, unused="ignore")
 

@@ -29,6 +29,7 @@ from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StateError, StepError, stack_level
+from meshlayout.layout_map import active_map, constrain
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
 from meshlayout.state.creation import is_array
@@ -330,6 +331,44 @@ def _handled(
     for interceptor in reversed(interceptors):
         proceed = interceptor(ModuleCall(path, module, proceed))
     return proceed
+
+
+def gathering(params: PyTree) -> list[Interceptor]:
+    """Returns what gathers tokens once for all matrices that take the same ones.
+
+    It is for residuals that are sharded along the sequence: libtpu would gather them
+    again for the gradient of each matrix whose columns are sharded over that axis.
+    """
+    layouts = active_map()
+    if not layouts or not any(getattr(x, "yields", False) for x in layouts.values()):
+        return []
+    mesh, leaves = layouts.mesh, _paths.flatten(params).leaves
+    residual = layouts.match("residual", (mesh.size,) * 3, "float32")
+    axis: Any = residual and residual.layout.specs[1]
+    shapes = {leaf.path: leaf.value.shape for leaf in leaves}
+
+    def intercept(call: ModuleCall) -> Callable[..., Any]:
+        path = f"{call.path}/kernel"
+        shape = shapes.get(path, ())
+        kernel = layouts.match(path, shape, "float32") if shape and axis else None
+
+        def gathered(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+            after = (
+                shape[shape.index(x.shape[-1]) + 1 :] if x.shape[-1] in shape else ()
+            )
+            columns = specs[len(specs) - len(after) :]
+            if (
+                x.ndim == 3
+                and axis in columns
+                and not x.shape[1] % mesh.axis_size(axis)
+            ):
+                x = constrain(constrain(x, "residual"), "inputs")
+            return call.proceed(x, *args, **kwargs)
+
+        specs = kernel.layout.specs if kernel else ()
+        return gathered if axis in specs else call.proceed
+
+    return [intercept]
 
 
 def weight_mask(weights: jax.Array) -> Interceptor:

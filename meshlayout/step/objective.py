@@ -96,6 +96,7 @@ class Loss:
             interceptors.append(model_call.rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(model_call.weight_mask(weights))
+        interceptors += model_call.gathering(state.params)
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:
