@@ -371,8 +371,8 @@ def _lower_yielding(ctx: Any, x: Any, *, sharding: NamedSharding) -> list[Any]:
     (aval,) = ctx.avals_out
     array: Any = sharding._to_sdy_sharding(aval.ndim)
     dims = tuple(map(_YieldingDim, array.dim_shardings))
-    array, free = replace(array, dim_shardings=dims), enumerate(sharding.spec)
-    free = frozenset(i for i, x in free if x is PartitionSpec.UNCONSTRAINED)
+    array, specs = replace(array, dim_shardings=dims), enumerate(sharding.spec)
+    free = {dim for dim, entry in specs if entry is PartitionSpec.UNCONSTRAINED}
     return [mlir.wrap_with_sharding_op(ctx, x, aval, array, unspecified_dims=free)]
 
 

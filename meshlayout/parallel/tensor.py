@@ -101,7 +101,8 @@ def tensor_parallel(
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
-    _checks.choice("sequence", sequence, (True, False), where="tensor_parallel")
+    where = _checks.Context(where="tensor_parallel", error=LayoutMapError)
+    _checks.choice("sequence", sequence, (True, False), **where)
     names: set[str] = set()  # of activations
     name_rules = {".": lambda name, *_: names.add(name)} if sequence else {}
     with activate(LayoutMap(mesh, name_rules)):
