@@ -362,37 +362,38 @@ class _YieldingDim(NamedTuple):
 
     def build(self) -> Any:
         """Returns Shardy's attribute for the axes of a dim."""
-        plain = self.dim.build()
-        options = {"is_closed": not self.dim.is_open, "priority": 1}
-        return type(plain).get(plain.axes, **options) if self.dim.axes else plain
+        plain, is_closed = self.dim.build(), not self.dim.is_open
+        return type(plain).get(plain.axes, is_closed=is_closed, priority=1)
 
 
-def _lower_yielding(ctx: Any, x: Any, *, sharding: NamedSharding) -> list[Any]:
+def _lower_yielding(
+    ctx: Any, x: Any, *, sharding: NamedSharding, axis: str
+) -> list[Any]:
     (aval,) = ctx.avals_out
     array: Any = sharding._to_sdy_sharding(aval.ndim)
-    dims = tuple(map(_YieldingDim, array.dim_shardings))
-    array, specs = replace(array, dim_shardings=dims), enumerate(sharding.spec)
+    dims = (_YieldingDim(x) if axis in x.axes else x for x in array.dim_shardings)
+    array, specs = replace(array, dim_shardings=(*dims,)), enumerate(sharding.spec)
     free = {dim for dim, entry in specs if entry is PartitionSpec.UNCONSTRAINED}
     return [mlir.wrap_with_sharding_op(ctx, x, aval, array, unspecified_dims=free)]
 
 
-def _batch_yielding(xs: Any, dims: Any, *, sharding: NamedSharding) -> Any:
+def _batch_yielding(xs: Any, dims: Any, *, sharding: NamedSharding, axis: str) -> Any:
     entries = [*sharding.spec, *[None] * (xs[0].ndim - len(sharding.spec) - 1)]
     entries.insert(dims[0], PartitionSpec.UNCONSTRAINED)
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
-    return _yielding.bind(*xs, sharding=sharding), *dims
+    return _yielding.bind(*xs, sharding=sharding, axis=axis), *dims
 
 
 mlir.register_lowering(_yielding, _lower_yielding)
 batching.primitive_batchers[_yielding] = _batch_yielding
 
 
-def constrain(x: Leaf, sharding: NamedSharding, *, yields: bool = False) -> Any:
+def constrain(x: Leaf, sharding: NamedSharding, *, yields: str | None = None) -> Any:
     """Constrains a value inside jit to a sharding, on Auto axes or on Explicit ones.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
     and are left to the compiler on Auto axes. What JAX cannot express is a ValueError.
-    One that yields spreads to other arrays only where shardings of arguments do not.
+    Over an axis that yields it spreads only where the shardings of arguments do not.
     """
     mesh, current = sharding.mesh, getattr(jax.typeof(x), "sharding", None)
     if is_explicit(sharding):
@@ -407,7 +408,7 @@ def constrain(x: Leaf, sharding: NamedSharding, *, yields: bool = False) -> Any:
         # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     if yields and jax.config.jax_use_shardy_partitioner:
-        return _yielding.bind(x, sharding=sharding)
+        return _yielding.bind(x, sharding=sharding, axis=yields)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

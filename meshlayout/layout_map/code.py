@@ -105,7 +105,7 @@ def _rule_lines(rules: Mapping[str, Any]) -> Iterable[str]:
 def _value_text(pattern: str, value: Any) -> str:
     if isinstance(value, Rule):
         text = _value_text(pattern, value.layout)
-        options = {"on_uneven": value.on_uneven, "yields": value.yields or None}
+        options = {"on_uneven": value.on_uneven, "yields": value.yields}
         names = (f", {name}={x!r}" for name, x in options.items() if x is not None)
         options = "".join(names)
         return f"ml.Rule({text}{options})" if options else text

@@ -39,7 +39,7 @@ class Resolution:
         note: The note of the rule, or a disagreement that is not an error.
         placed: The layout of an array on the mesh of the map, if it has another one.
         axes: The axis names in Flax's metadata.
-        yields: Whether an activation's layout yields to those of parameters.
+        yields: The mesh axis over which it yields to parameters, if an activation.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Resolution:
     note: str | None = None
     placed: Layout | None = None
     axes: tuple[str, ...] = ()
-    yields: bool = False
+    yields: str | None = None
 
     @property
     def current_layout(self) -> Layout:

@@ -45,8 +45,8 @@ class Rule:
         sends: Bytes that all-reduces send in one step because of this rule, if known.
         is_generated: Whether a function of `meshlayout.parallel` made this rule: one of
             your own that matches the same leaf then wins.
-        yields: Whether an activation's layout spreads to others only where those of
-            parameters do not: matrices stay in shards, and the activation is gathered.
+        yields: A mesh axis over which an activation's layout spreads to others only
+            where parameters' do not: it is gathered, and matrices stay in shards.
     """
 
     layout: LayoutLike | LayoutFunction
@@ -54,7 +54,7 @@ class Rule:
     note: str | None = None
     sends: int | None = None
     is_generated: bool = False
-    yields: bool = False
+    yields: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

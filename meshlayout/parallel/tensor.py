@@ -119,7 +119,7 @@ def tensor_parallel(
         return LayoutMap(mesh, rules_for(rules))
     rows = batch_axes(mesh)
     activations = {
-        "^residual$": Rule((rows, axis, ...), is_generated=True, yields=True),
+        "^residual$": Rule((rows, axis, ...), is_generated=True, yields=axis),
         "^inputs$": Rule((rows, ...), is_generated=True),
     }
     return LayoutMap(mesh, {**rules_for(rules), **activations}, unused="ignore")

@@ -340,28 +340,24 @@ def gathering(params: PyTree) -> list[Interceptor]:
     again for the gradient of each matrix whose columns are sharded over that axis.
     """
     layouts = active_map()
-    if not layouts or not any(getattr(x, "yields", False) for x in layouts.values()):
+    axes = [getattr(x, "yields", None) for x in layouts.values()] if layouts else []
+    axis = next(filter(None, axes), None)
+    if not layouts or not axis:
         return []
-    mesh, leaves = layouts.mesh, _paths.flatten(params).leaves
-    residual = layouts.match("residual", (mesh.size,) * 3, "float32")
-    axis: Any = residual and residual.layout.specs[1]
-    shapes = {leaf.path: leaf.value.shape for leaf in leaves}
+    size = layouts.mesh.axis_size(axis)
+    shapes = {leaf.path: leaf.value.shape for leaf in _paths.flatten(params).leaves}
 
     def intercept(call: ModuleCall) -> Callable[..., Any]:
         path = f"{call.path}/kernel"
         shape = shapes.get(path, ())
-        kernel = layouts.match(path, shape, "float32") if shape and axis else None
+        kernel = layouts.match(path, shape, "float32") if shape else None
 
         def gathered(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
             after = (
                 shape[shape.index(x.shape[-1]) + 1 :] if x.shape[-1] in shape else ()
             )
             columns = specs[len(specs) - len(after) :]
-            if (
-                x.ndim == 3
-                and axis in columns
-                and not x.shape[1] % mesh.axis_size(axis)
-            ):
+            if x.ndim == 3 and axis in columns and not x.shape[1] % size:
                 x = constrain(constrain(x, "residual"), "inputs")
             return call.proceed(x, *args, **kwargs)
 
