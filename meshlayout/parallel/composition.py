@@ -4,7 +4,7 @@ All patterns lead to one rule, which asks the parts in turn, as does the default
 result is a plain map that can be printed, extended and locked.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshlayout import _checks
 from meshlayout._annotations import DType
@@ -63,11 +63,9 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
     }
     everything = Composition(tuple(part | {} for part in parts))
     rules = {
-        pattern: replace(
-            x.rule, layout=everything, on_uneven=None, note=None, is_generated=True
-        )
+        pattern: Rule(everything, sends=x.sends, is_generated=True, yields=x.yields)
         for part in parts
-        for pattern, x in part._rules.items()
+        for pattern, x in ((name, _rule(part, name)) for name in part)
     }
     modes = {part._options.unused for part in parts if part}
     unused: Unused = "error" if "error" in modes else "warn"

@@ -72,7 +72,9 @@ def tensor_parallel(
         sequence: Whether features between blocks are in shards along the sequence where
             the model says `ml.constrain(x, "residual")` of (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). Give the map to the step, too, as `layouts=`.
+            2022). Give the map to the step, too, as `layouts=`. Train steps gather what
+            several of Flax's layers take once; where matrices are no layers, say
+            `ml.constrain(ml.constrain(x, "residual"), "inputs")` of what they take.
 
     Raises:
         MeshError: If the mesh has no such axis.

@@ -344,25 +344,23 @@ def gathering(params: PyTree) -> list[Interceptor]:
     axis = next(filter(None, axes), None)
     if not layouts or not axis:
         return []
-    size = layouts.mesh.axis_size(axis)
-    shapes = {leaf.path: leaf.value.shape for leaf in _paths.flatten(params).leaves}
+    size, leaves = layouts.mesh.axis_size(axis), _paths.flatten(params).leaves
+    kernels = {x.path: x.value for x in leaves if x.path.endswith("kernel")}
 
     def intercept(call: ModuleCall) -> Callable[..., Any]:
         path = f"{call.path}/kernel"
-        shape = shapes.get(path, ())
-        kernel = layouts.match(path, shape, "float32") if shape else None
+        return (
+            functools.partial(gathered, call, path) if path in kernels else call.proceed
+        )
 
-        def gathered(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
-            after = (
-                shape[shape.index(x.shape[-1]) + 1 :] if x.shape[-1] in shape else ()
-            )
-            columns = specs[len(specs) - len(after) :]
-            if x.ndim == 3 and axis in columns and not x.shape[1] % size:
-                x = constrain(constrain(x, "residual"), "inputs")
-            return call.proceed(x, *args, **kwargs)
-
-        specs = kernel.layout.specs if kernel else ()
-        return gathered if axis in specs else call.proceed
+    def gathered(call: ModuleCall, path: str, /, *args: Any, **kwargs: Any) -> Any:
+        kernel, shape = kernels[path], jnp.shape(args[0]) if args else ()
+        layout = layouts.match(path, kernel.shape, kernel.dtype)
+        if layout and len(shape) == 3 and shape[2] in kernel.shape:
+            columns = layout.layout.specs[kernel.shape.index(shape[2]) + 1 :]
+            if axis in jax.tree.leaves(columns) and shape[1] % size == 0:
+                args = constrain(constrain(args[0], "residual"), "inputs"), *args[1:]
+        return call.proceed(*args, **kwargs)
 
     return [intercept]
 
