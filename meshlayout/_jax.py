@@ -353,6 +353,7 @@ def is_tracing() -> bool:
 # name of JAX's, for readers of programs. Should what it calls in JAX change,
 # tests/test_sequence_parallel.py fails.
 _yielding: Any = jax_core.Primitive("sharding_constraint")
+_yielding.def_impl(lambda x, *, sharding, axis: jax.device_put(x, sharding))
 _yielding.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(_yielding, lambda x, _, **params: [_yielding.bind(x, **params)])
 
@@ -366,21 +367,19 @@ class _YieldingDim(NamedTuple):
         return type(plain).get(plain.axes, is_closed=is_closed, priority=1)
 
 
-def _lower_yielding(
-    ctx: Any, x: Any, *, sharding: NamedSharding, axis: str
-) -> list[Any]:
+def _lower_yielding(ctx: Any, x: Any, *, sharding: Any, axis: str) -> list[Any]:
     (aval,) = ctx.avals_out
-    array: Any = sharding._to_sdy_sharding(aval.ndim)
+    array = sharding._to_sdy_sharding(aval.ndim)
     dims = (_YieldingDim(x) if axis in x.axes else x for x in array.dim_shardings)
     array, specs = replace(array, dim_shardings=(*dims,)), enumerate(sharding.spec)
     free = {dim for dim, entry in specs if entry is PartitionSpec.UNCONSTRAINED}
     return [mlir.wrap_with_sharding_op(ctx, x, aval, array, unspecified_dims=free)]
 
 
-def _batch_yielding(xs: Any, dims: Any, *, sharding: NamedSharding, axis: str) -> Any:
+def _batch_yielding(xs: Any, dims: Any, *, sharding: Any, axis: str) -> Any:
     entries = [*sharding.spec, *[None] * (xs[0].ndim - len(sharding.spec) - 1)]
     entries.insert(dims[0], PartitionSpec.UNCONSTRAINED)
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    sharding = sharding.update(spec=entries)
     return _yielding.bind(*xs, sharding=sharding, axis=axis), *dims
 
 

@@ -97,6 +97,7 @@ def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce(module):
 
     def sent(*, sequence):
         layouts = rules(mesh, module, CONFIG, tokens, sequence=sequence)
+        layouts = eval(layouts.to_code(), {"ml": ml, "mesh": mesh})  # as a user has it
         state = create(ml.TrainState.describe, module, CONFIG, layouts).abstract
         step = ml.make_train_step(loss_fn, layouts=layouts, precision="bfloat16")
         program = step.lower(state, {"tokens": tokens}).compile()
