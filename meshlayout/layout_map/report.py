@@ -39,7 +39,6 @@ class Resolution:
         note: The note of the rule, or a disagreement that is not an error.
         placed: The layout of an array on the mesh of the map, if it has another one.
         axes: The axis names in Flax's metadata.
-        yields: The mesh axis over which it yields to parameters, if an activation.
     """
 
     path: str
@@ -52,7 +51,6 @@ class Resolution:
     note: str | None = None
     placed: Layout | None = None
     axes: tuple[str, ...] = ()
-    yields: str | None = None
 
     @property
     def current_layout(self) -> Layout:

@@ -177,8 +177,7 @@ class Resolver:
             pattern, source = rule.pattern, f"rule {rule.pattern!r}, "
             reason = "exact path" if pattern == array.path else "pattern"
         layout, fallback = self._fitting(array, layout, policy, source)
-        resolution = Resolution(*array, layout, pattern, reason, fallback, note)
-        return replace(resolution, yields=rule.rule.yields)
+        return Resolution(*array, layout, pattern, reason, fallback, note)
 
     def _by_names(
         self, array: _Array, box: Box, by_rules: Resolution | None
