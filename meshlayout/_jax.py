@@ -15,7 +15,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ from jax._src.array import ArrayImpl
 from jax._src.compiler import (
     register_xla_runtime_error_handler as register_xla_runtime_error_handler,
 )
-from jax._src.interpreters import batching, mlir, partial_eval, pxla
+from jax._src.interpreters import ad, batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax._src.lib import xla_client
 from jax.experimental import mesh_utils, multihost_utils, topologies
@@ -351,11 +352,50 @@ def is_tracing() -> bool:
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
 
-def constrain(x: Leaf, sharding: NamedSharding) -> Any:
+# A constraint with a priority, for which Shardy has a word and JAX has none. It has the
+# name of JAX's, for readers of programs. Should what it calls in JAX change,
+# tests/test_sequence_parallel.py fails.
+_yielding: Any = jax_core.Primitive("sharding_constraint")
+_yielding.def_impl(lambda x, *, sharding, axis: jax.device_put(x, sharding))
+_yielding.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_yielding, lambda x, _, **params: [_yielding.bind(x, **params)])
+
+
+class _YieldingDim(NamedTuple):
+    dim: Any
+
+    def build(self) -> Any:
+        """Returns Shardy's attribute for the axes of a dim."""
+        plain, is_closed = self.dim.build(), not self.dim.is_open
+        return type(plain).get(plain.axes, is_closed=is_closed, priority=1)
+
+
+def _lower_yielding(ctx: Any, x: Any, *, sharding: Any, axis: str) -> list[Any]:
+    (aval,) = ctx.avals_out
+    array = sharding._to_sdy_sharding(aval.ndim)
+    dims = (_YieldingDim(x) if axis in x.axes else x for x in array.dim_shardings)
+    array, specs = replace(array, dim_shardings=(*dims,)), enumerate(sharding.spec)
+    free = {dim for dim, entry in specs if entry is PartitionSpec.UNCONSTRAINED}
+    return [mlir.wrap_with_sharding_op(ctx, x, aval, array, unspecified_dims=free)]
+
+
+def _batch_yielding(xs: Any, dims: Any, *, sharding: Any, axis: str) -> Any:
+    entries = [*sharding.spec, *[None] * (xs[0].ndim - len(sharding.spec) - 1)]
+    entries.insert(dims[0], PartitionSpec.UNCONSTRAINED)
+    sharding = sharding.update(spec=entries)
+    return _yielding.bind(*xs, sharding=sharding, axis=axis), *dims
+
+
+mlir.register_lowering(_yielding, _lower_yielding)
+batching.primitive_batchers[_yielding] = _batch_yielding
+
+
+def constrain(x: Leaf, sharding: NamedSharding, *, yields: str | None = None) -> Any:
     """Constrains a value inside jit to a sharding, on Auto axes or on Explicit ones.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
     and are left to the compiler on Auto axes. What JAX cannot express is a ValueError.
+    Over an axis that yields it spreads only where the shardings of arguments do not.
     """
     mesh, current = sharding.mesh, getattr(jax.typeof(x), "sharding", None)
     if is_explicit(sharding):
@@ -369,6 +409,8 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     if is_explicit(current):
         # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    if yields and jax.config.jax_use_shardy_partitioner:
+        return _yielding.bind(x, sharding=sharding, axis=yields)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

@@ -10,8 +10,7 @@ parameters' paths, which are the same in both variants. The blocks are the modul
 `blocks/0`, `blocks/1` and so on, or, if they are scanned, one whose parameters are
 stacked: `blocks/mlp/up/kernel` has a first dim of layers, which may be pipeline stages.
 Maps that shard activations, too, know the features between the halves of blocks as
-`residual`, those that a loop over blocks carries as `carry`, those of each head as
-`heads`, those within an MLP as `hidden`, and the results as `logits`.
+`residual`, and those that a loop over blocks carries as `carry`.
 """
 
 from collections.abc import Callable
@@ -120,21 +119,8 @@ def attend(
     """
     num_heads = config.num_heads
     heads = (*query.shape[:2], num_heads, query.shape[-1] // num_heads)
-    parts = (ml.constrain(x.reshape(heads), "heads") for x in (query, key, value))
-    read = config.attention(*parts, segment_ids=segment_ids)
-    return ml.constrain(read, "heads").reshape(query.shape)
-
-
-def gathered(x: jax.Array) -> jax.Array:
-    """Returns features of a normalization as the matrices after it multiply them.
-
-    Where layouts shard residuals along the sequence, so is the normalization; its
-    result is gathered once, and the gradient scattered, for all of those matrices.
-
-    Args:
-        x: Shape (batch, length, features).
-    """
-    return ml.constrain(ml.constrain(x, "residual"), "inputs")
+    parts = (x.reshape(heads) for x in (query, key, value))
+    return config.attention(*parts, segment_ids=segment_ids).reshape(query.shape)
 
 
 def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array:
@@ -187,7 +173,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        return self.down(nnx.gelu(ml.constrain(self.up(x), "hidden")))
+        return self.down(nnx.gelu(self.up(x)))
 
 
 class Block(nnx.Module):
@@ -202,9 +188,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        y = self.attention(gathered(self.attention_norm(x)), segment_ids)
+        y = self.attention(self.attention_norm(x), segment_ids)
         x = ml.constrain(x + self.dropout(y), "residual")
-        y = self.mlp(gathered(self.mlp_norm(x)))
+        y = self.mlp(self.mlp_norm(x))
         return ml.constrain(x + self.dropout(y), "residual")
 
 
@@ -319,7 +305,7 @@ class Transformer(nnx.Module):
         else:
             for block in self.blocks:
                 x = block(x, segment_ids)
-        return ml.constrain(self.output(gathered(self.norm(x))), "logits")
+        return self.output(self.norm(x))
 
 
 class LinenAttention(nn.Module):
@@ -346,7 +332,7 @@ class LinenMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
-        x = ml.constrain(nn.Dense(self.config.mlp_features, name="up")(x), "hidden")
+        x = nn.Dense(self.config.mlp_features, name="up")(x)
         return nn.Dense(self.config.features, name="down")(nn.gelu(x))
 
 
@@ -360,10 +346,10 @@ class LinenBlock(nn.Module):
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns features of shape (batch, length, features)."""
         dropout = nn.Dropout(self.config.dropout_rate, deterministic=not self.train)
-        y = gathered(nn.LayerNorm(name="attention_norm")(x))
+        y = nn.LayerNorm(name="attention_norm")(x)
         y = LinenAttention(self.config, name="attention")(y, segment_ids)
         x = ml.constrain(x + dropout(y), "residual")
-        y = gathered(nn.LayerNorm(name="mlp_norm")(x))
+        y = nn.LayerNorm(name="mlp_norm")(x)
         y = LinenMLP(self.config, name="mlp")(y)
         return ml.constrain(x + dropout(y), "residual")
 
@@ -433,9 +419,8 @@ class LinenTransformer(nn.Module):
             )
         else:
             x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
-        x = gathered(nn.LayerNorm(name="norm")(x))
-        x = nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
-        return ml.constrain(x, "logits")
+        x = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
 
 
 def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:

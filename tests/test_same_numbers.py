@@ -107,6 +107,14 @@ WAYS = {
         lambda mesh: ml.LayoutMap(mesh, transformer.FSDP_CONTEXT, unused="ignore"),
         ("batch", "seq"),
     ),
+    "sequence": (
+        language_model(CONFIG),
+        {"batch": 2, "model": 4},
+        lambda mesh: ml.parallel.tensor_parallel(
+            mesh, language_model(CONFIG).make, jnp.zeros((8, 8), "int32"), sequence=True
+        ),
+        ("batch", None),
+    ),
     "experts": (
         language_model(MIXED),
         {"batch": 2, "expert": 4},
@@ -241,7 +249,7 @@ def test_twenty_steps_agree_however_a_model_is_split(way):
     model, axes, rules, inputs = WAYS[way]
     layouts = rules(mesh_of(**axes))
     state = ml.TrainState.create(model.build, OPTIMIZER, layouts)
-    options = {"layouts": layouts} if way == "context" else {}
+    options = {"layouts": layouts} if way in ("context", "sequence") else {}
     name = "convnet" if way == "space" else way
     assert disagreements_of(name, state, inputs, **options) == {}
 

@@ -1,5 +1,7 @@
 """`tensor_parallel(..., sequence=True)`: residuals in shards along the sequence."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -21,12 +23,26 @@ CONFIG = transformer.TransformerConfig(
     num_layers=LAYERS,
 )
 SMALL = transformer.TransformerConfig(
-    vocab_size=64, max_length=16, features=32, num_layers=1
+    vocab_size=64, max_length=16, features=32, num_layers=2
 )
+SCANNED = dataclasses.replace(SMALL, is_scanned=True, microbatches=2)
+NNX, LINEN = transformer.Transformer, transformer.LinenTransformer
+COMPOSE, FSDP = ml.parallel.compose, ml.parallel.fsdp
 
 
-def build(config):
-    return lambda: transformer.Transformer(config, rngs=nnx.Rngs(0))
+def create(method, module, config, layouts):
+    optimizer, tokens = optax.sgd(1e-2), np.zeros((1, config.max_length), "int32")
+    if module is NNX:
+        return method(lambda: NNX(config, rngs=nnx.Rngs(0)), optimizer, layouts)
+    model = module(config)
+    init = lambda: model.init(jax.random.key(0), tokens)
+    return method(init, optimizer, layouts, module=model)
+
+
+def rules(mesh, module, config, tokens, *, sequence=True):
+    build = lambda: NNX(config, rngs=nnx.Rngs(0))
+    model = build if module is NNX else module(config)
+    return ml.parallel.tensor_parallel(mesh, model, tokens, sequence=sequence)
 
 
 def loss_fn(model, batch):
@@ -34,59 +50,63 @@ def loss_fn(model, batch):
     return transformer.next_token_losses(logits, batch["tokens"]).mean(-1)
 
 
-def sequence_rules(mesh, config, tokens, *, with_fsdp=False, sequence=True):
-    layouts = ml.parallel.tensor_parallel(
-        mesh, build(config), tokens, sequence=sequence
-    )
-    if with_fsdp:
-        return ml.parallel.compose(layouts, ml.parallel.fsdp(mesh, min_bytes=0))
-    return layouts
-
-
 @pytest.mark.parametrize(
-    "with_fsdp", [True, pytest.param(False, marks=pytest.mark.slow)]
+    ("module", "config", "axes"),
+    [
+        (NNX, SMALL, {"batch": 2, "model": 4}),
+        (NNX, SCANNED, {"batch": 1, "stage": 2, "model": 4}),
+        pytest.param(LINEN, SMALL, {"fsdp": 2, "model": 4}, marks=pytest.mark.slow),
+    ],
 )
-def test_it_trains_as_on_one_device(with_fsdp):
+def test_it_trains_as_on_one_device(module, config, axes):
     tokens = np.random.default_rng(0).integers(0, 64, (4, 16)).astype("int32")
 
     def losses(mesh, layouts):
-        state = ml.TrainState.create(build(SMALL), optax.adam(1e-2), layouts)
+        state = create(ml.TrainState.create, module, config, layouts)
         step = ml.make_train_step(loss_fn, layouts=layouts)
-        batch = ml.copy_to_mesh({"tokens": tokens}, mesh.layout("batch", None))
+        layout = mesh.layout(next(iter(mesh.axis_names)), None)
+        batch = ml.copy_to_mesh({"tokens": tokens}, layout)
         for _ in range(2):
             state, metrics = step(state, batch)
             yield float(metrics["loss"])
 
     one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
     expected = [*losses(one, ml.LayoutMap(one))]
-    mesh = ml.create_mesh({"batch": 2, "model": 4})
-    layouts = sequence_rules(mesh, SMALL, tokens, with_fsdp=with_fsdp)
+    mesh = ml.create_mesh(axes)
+    layouts = COMPOSE(rules(mesh, module, config, tokens), FSDP(mesh, min_bytes=0))
     np.testing.assert_allclose([*losses(mesh, layouts)], expected, 1e-5)
 
 
-def test_a_model_without_residuals_is_refused():
+def test_a_model_without_residuals_and_another_word_are_refused():
     mesh, x = ml.create_mesh({"batch": 2, "model": 4}), np.ones((4, 16, 8), "float32")
-    model, rules = nnx.Linear(8, 32, rngs=nnx.Rngs(0)), ml.parallel.tensor_parallel
+    model, tensor_parallel = (
+        nnx.Linear(8, 32, rngs=nnx.Rngs(0)),
+        ml.parallel.tensor_parallel,
+    )
     with pytest.raises(ml.MeshLayoutError, match=r"ml.constrain\(x, 'residual'\)"):
-        rules(mesh, model, x, sequence=True)
+        tensor_parallel(mesh, model, x, sequence=True)
+    with pytest.raises(ml.MeshLayoutError, match="sequence must be True or False"):
+        tensor_parallel(mesh, model, x, sequence="length")
 
 
-def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce():
+@pytest.mark.parametrize("module", [NNX, LINEN])
+def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce(module):
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)
     tokens = abstract((ROWS, LENGTH), "int32", mesh.layout("batch", None))
 
     def sent(*, sequence):
-        layouts = sequence_rules(mesh, CONFIG, tokens, sequence=sequence)
-        optimizer = optax.sgd(1e-2)
-        state = ml.TrainState.describe(build(CONFIG), optimizer, layouts).abstract
+        layouts = rules(mesh, module, CONFIG, tokens, sequence=sequence)
+        layouts = eval(layouts.to_code(), {"ml": ml, "mesh": mesh})  # as a user has it
+        state = create(ml.TrainState.describe, module, CONFIG, layouts).abstract
         step = ml.make_train_step(loss_fn, layouts=layouts, precision="bfloat16")
         program = step.lower(state, {"tokens": tokens}).compile()
         report = ml.hlo.read_communication(program)
-        return [x for x in report.collectives if x.axes == ("model",)]
+        sent = [x for x in report.collectives if x.axes == ("model",)]
+        return [x for x in sent if "_take" not in x.op_name]  # but for the embedding
 
     def of_blocks(collectives, kind):
-        """Returns what the half blocks and the head send, and not the embedding."""
+        """Returns what the half blocks and the head send."""
         nbytes = residual // 4 if kind == "reduce_scatter" else residual
         kinds = [x for x in collectives if (x.kind, x.nbytes) == (kind, nbytes)]
         return len(kinds), {x.wire_bytes for x in kinds}
@@ -103,6 +123,7 @@ def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce():
     gathers, wire_bytes = of_blocks(sharded, "all_gather")
     assert wire_bytes == {one_way}
     assert count <= gathers <= count + 2 * LAYERS + 1
-    # Nothing else is sent that is as large, but for the lookup of tokens.
+    # Nothing else is sent that is as large.
     others = [x for x in sharded if x.nbytes >= residual and x.kind != "all_gather"]
-    assert len(others) == 1, others
+    assert not others
+    assert sum(x.nbytes > residual for x in sharded) == 0

@@ -105,8 +105,10 @@ def _rule_lines(rules: Mapping[str, Any]) -> Iterable[str]:
 def _value_text(pattern: str, value: Any) -> str:
     if isinstance(value, Rule):
         text = _value_text(pattern, value.layout)
-        policy = value.on_uneven
-        return f"ml.Rule({text}, on_uneven={policy!r})" if policy else text
+        options = {"on_uneven": value.on_uneven, "yields": value.yields}
+        names = (f", {name}={x!r}" for name, x in options.items() if x is not None)
+        options = "".join(names)
+        return f"ml.Rule({text}{options})" if options else text
     if not isinstance(value, Layout):
         msg = f"rule {pattern!r} is {value!r}, a function, which cannot be written as a"
         hint = "Pass the model, to_code(model), to write the layouts it chooses."

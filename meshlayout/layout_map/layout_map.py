@@ -404,5 +404,7 @@ def constrain(x: Leaf, name: str) -> Any:
     if _jax.is_manual(x):
         msg = f"{where}: inside shard_map every device works on its own shard, which "
         raise LayoutMapError(f"{msg}constrain cannot move. Call it outside shard_map.")
-    move = _jax.constrain if _jax.is_staged(x) else _jax.put
-    return move(x, resolution.layout.sharding)
+    if not _jax.is_staged(x):
+        return _jax.put(x, resolution.layout.sharding)
+    yields = getattr(snapshot.layouts.get(resolution.rule), "yields", None)
+    return _jax.constrain(x, resolution.layout.sharding, yields=yields)

@@ -45,6 +45,8 @@ class Rule:
         sends: Bytes that all-reduces send in one step because of this rule, if known.
         is_generated: Whether a function of `meshlayout.parallel` made this rule. Your
             own rules for the same leaf then win.
+        yields: A mesh axis over which the layout of an activation spreads to other
+            arrays only where layouts of parameters do not.
     """
 
     layout: LayoutLike | LayoutFunction
@@ -52,6 +54,7 @@ class Rule:
     note: str | None = None
     sends: int | None = None
     is_generated: bool = False
+    yields: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

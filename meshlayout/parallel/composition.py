@@ -63,9 +63,9 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
     }
     everything = Composition(tuple(part | {} for part in parts))
     rules = {
-        pattern: Rule(everything, sends=_rule(part, pattern).sends, is_generated=True)
+        pattern: Rule(everything, sends=x.sends, is_generated=True, yields=x.yields)
         for part in parts
-        for pattern in part
+        for pattern, x in ((name, _rule(part, name)) for name in part)
     }
     modes = {part._options.unused for part in parts if part}
     unused: Unused = "error" if "error" in modes else "warn"

@@ -73,10 +73,9 @@ def tensor_parallel(
         sequence: Whether to shard the features between blocks along the sequence, where
             the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). So that no matrix is gathered instead, the model names the inputs of
-            matrices `inputs`, features within an MLP `hidden`, (batch, length, heads,
-            features) in attention `heads`, and its results `logits`, as
-            models/transformer.py does. Give the map to the step, too, as `layouts=`.
+            2022). Give the map to the step, too, as `layouts=`. Train steps gather once
+            what several of Flax's layers read; for matrices outside of layers, write
+            `ml.constrain(ml.constrain(x, "residual"), "inputs")` of their inputs.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -105,6 +104,8 @@ def tensor_parallel(
         fact = f"axis {axis!r} shards the rows of batches, which would all be gathered"
         fix = 'an axis of another name, as of create_mesh({"batch": 2, "model": 4})'
         raise LayoutMapError(f"tensor_parallel: {fact}. Give {fix}.")
+    where = _checks.Context(where="tensor_parallel", error=LayoutMapError)
+    _checks.choice("sequence", sequence, (True, False), **where)
     names: set[str] = set()  # of activations
     name_rules = {".": lambda name, *_: names.add(name)} if sequence else {}
     with activate(LayoutMap(mesh, name_rules)):
@@ -121,10 +122,8 @@ def tensor_parallel(
         return LayoutMap(mesh, rules_for(rules))
     rows = batch_axes(mesh)
     activations = {
-        "^residual$": Rule((rows, axis, ...), is_generated=True),
+        "^residual$": Rule((rows, axis, ...), is_generated=True, yields=axis),
         "^inputs$": Rule((rows, ...), is_generated=True),
-        "^(hidden|logits)$": Rule((rows, ..., axis), "replicate", is_generated=True),
-        "^heads$": Rule((rows, None, axis, None), "replicate", is_generated=True),
     }
     return LayoutMap(mesh, {**rules_for(rules), **activations}, unused="ignore")
 

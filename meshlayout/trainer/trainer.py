@@ -118,7 +118,8 @@ class Trainer(_checks.WithReflexes):
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
-        self.state, self.history, self.position = state, History(), TrainingPosition()
+        self.state: PyTree = state
+        self.history, self.position = History(), TrainingPosition()
         self.stopped, self.steps_in_call = "", 1
         # Of the running `fit`: its data, callbacks, and metrics of the epoch so far.
         self.input: TrainerInput | None = None
