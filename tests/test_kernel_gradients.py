@@ -127,7 +127,7 @@ REFUSAL = (
     "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 8] along "
     "the mesh axes {}. Two layouts are right, of images that are whole in space: their "
     "rows over all axes, ('batch', 'h', 'w'); or the channels of kernels and images over "
-    "the axes without rows."
+    "the axes without rows{}."
 )
 
 
@@ -171,7 +171,10 @@ def test_gradients_that_xla_multiplies_are_refused(
 ):
     layout = ml.create_mesh(AXES, axis_types=types).layout(*spec, ...)
     said = message_of(run, *arguments(model, groups), layout, rules)
-    assert said == REFUSAL.format(8 // groups, axes)
+    free = tuple(axis for axis in AXES if axis != spec[0])
+    rule = f", as by the rule {{'second': (None, None, None, {free})}} or "
+    rule += "ml.parallel.tensor_parallel(...)"
+    assert said == REFUSAL.format(8 // groups, axes, rule)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,32 @@ def test_train_steps_of_grouped_convolutions_are_refused_or_right():
     for right in (({}, ("batch", "model")), (rules, "batch")):
         found = losses_of_two_steps(mesh, *right)
         np.testing.assert_allclose(found, alone, rtol=1e-4)
+
+
+class Gray(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(8, 8, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(512, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.second(nnx.relu(self.first(x[..., None])))
+        return self.out(x.reshape(len(x), -1))[:, 0]
+
+
+def test_a_dense_kernel_may_be_sharded_after_images_without_channels():
+    """Neither metrics nor a scalar of the batch are images, whose layouts count."""
+    losses = []
+    for mesh in (mesh_of(batch=1), mesh_of(batch=2, model=4)):
+        rules = {"^out/kernel": ("model", None)} if "model" in mesh.axis_names else {}
+        state = create(mesh, Gray, optax.sgd(0.1), rules)
+        step = ml.make_train_step(squares)
+        batch = {"x": images(16, 8, 8), "y": images(16), "t": 1.0}
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

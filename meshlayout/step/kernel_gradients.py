@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
+from meshlayout._paths import leaf_names
 from meshlayout.errors import StepError
 from meshlayout.exchange.halos import is_sure, may_shard
+from meshlayout.metrics import Metrics
 
 
 _Axes: TypeAlias = frozenset[str]
@@ -36,14 +38,17 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
     (state, *rest), named = call
-    batch = rest, named
+    batch = [x for x in rest if not isinstance(x, Metrics)], named
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
     unknown = [i for i in traced if shardings[i] is None]
     waiting = set(unknown)
-    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
+    shapes = [x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)]
+    names = leaf_names(getattr(state, "params", state))
+    paths = {np.shape(x): name for x, name in zip(params, names, strict=False)}
+    kernels = {shape: paths.get(shape, "its path") for shape in shapes}
     # Besides the arguments, where the compiler has no choice.
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
@@ -96,7 +101,7 @@ def _array(shape: tuple[int, ...], sharding: object) -> _Array:
 def _hidden(
     eqn: Equation,
     sizes: Mapping[str, int],
-    kernels: set[tuple[int, ...]],
+    kernels: Mapping[tuple[int, ...], str],
     fixed: Sequence[_Array],
     params: Sequence[_Array],
     batch: Sequence[_Array],
@@ -116,7 +121,8 @@ def _hidden(
     fixed = [x for x in fixed if len(x[0]) == rank and x[0] not in kernels]
     if any(images.sharding.spec):  # on Explicit axes
         fixed.append(_array(images.shape, images.sharding))
-    arrays = [*fixed, *([x for x in batch if len(x[0]) >= rank] or batch)]
+    image_rank = min(rank, max((len(shape) for shape, _ in batch), default=0))
+    arrays = [*fixed, *(x for x in batch if len(x[0]) >= image_rank)]
     cuts: set[tuple[_Axes, _Axes]] = set()  # of rows, and of space
     shards: dict[int, int] = {}
     for shape, array_axes in arrays:
@@ -164,11 +170,16 @@ def _hidden(
         what = "multiply the gradient of a convolution's kernel"
         what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
         axes = ", ".join(map(repr, sorted(wrong)))
-        rows = tuple(axis for axis, size in sizes.items() if size > 1)
+        rows, rule = tuple(axis for axis, size in sizes.items() if size > 1), ""
+        free = tuple(axis for axis in rows if axis in others)
+        if is_gradient and free:
+            dims = [free if dim == numbers.out_spec[1] else None for dim in range(rank)]
+            rule = f", as by the rule {{{kernels[kernel]!r}: {tuple(dims)}}}"
+            rule += " or ml.parallel.tensor_parallel(...)"
         raise StepError(
             f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
             f"along the mesh axes {axes}. Two layouts are right, of images that are "
             f"whole in space: their rows over all axes, {rows}; or the channels of "
-            "kernels and images over the axes without rows."
+            f"kernels and images over the axes without rows{rule}."
         )
     return others if wrong else wrong
