@@ -86,6 +86,7 @@ MODELS = {
     "channels first": ((8, 3, 8, 8), {"stem": (8, 3, 3, 3)}, {"names": NCHW}),
     "positions": ((8, 8, 8, 8), {"positions": (8, 8, 8)}, {}),
     "flattened": ((8, 8, 8, 8), {"head": (512, 6)}, {}),
+    "flattened, of 6 x 6": ((8, 6, 6, 8), {"head": (288, 6)}, {}),
     "patches": (
         (8, 16, 16, 3),
         {"stem": (4, 4, 3, 8), "up": (8, 32), "down": (32, 8)},
@@ -153,10 +154,8 @@ REFUSED = [
     ("three", 8, ("batch",), kernels(..., ("batch", "h", "w")), SPARE),
     ("three", 2, ("batch",), CHANNELS, SPARE),  # groups that are cut
     ("channels kept whole", 8, ("batch",), CHANNELS, SPARE),
-    # The model, or a parameter, may shard images in space.
+    # The model shards images in space.
     ("space", 1, ("batch",), {}, SPARE),
-    ("positions", 1, ("batch",), {"positions": ("h", ...)}, SPARE),
-    ("flattened", 1, ("batch",), {"head": ("h", None)}, SPARE),
 ]
 # On Explicit axes, JAX itself wants to be told more than these cases say.
 EXPLICIT = [(*case, "explicit") for case in REFUSED[:6]]
@@ -178,6 +177,24 @@ def test_gradients_that_xla_multiplies_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("model", "name", "spec"),
+    [
+        ("positions", "positions", ("h", ...)),
+        ("flattened", "head", ("h", None)),
+        # Six rows take up one of the two axes.
+        ("flattened, of 6 x 6", "head", (("h", "w"), None)),
+    ],
+)
+def test_a_parameter_that_may_shard_images_in_space_is_named(mesh, model, name, spec):
+    layout = mesh.layout("batch", ...)
+    assert message_of(run, *arguments(model, 1), layout, {name: spec}) == (
+        "XLA would multiply the gradient of a convolution's kernel f32[3, 3, 8, 8] "
+        f"along the mesh axes 'h', 'w', as dim 0 of '{name}' may shard images in space: "
+        "shard another dim of it."
+    )
+
+
+@pytest.mark.parametrize(
     ("model", "groups", "spec", "rules"),
     [
         # Rows over all axes.
@@ -193,6 +210,7 @@ def test_gradients_that_xla_multiplies_are_refused(
         ("two", 1, ("batch",), {}),
         ("two", 1, ("batch",), kernels(None, None, "w", "h")),
         ("two", 1, ("batch", "h", "w"), {}),
+        ("flattened", 1, ("batch",), {"head": (("h", "w"), None)}),
         # Other matrices may be sharded over one of two axes.
         ("patches", 1, ("batch",), {"up": (None, "h"), "down": ("h", None)}),
     ],

@@ -45,10 +45,9 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
     unknown = [i for i in traced if shardings[i] is None]
     waiting = set(unknown)
-    shapes = [x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)]
+    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
     names = leaf_names(getattr(state, "params", state))
     paths = {np.shape(x): name for x, name in zip(params, names, strict=False)}
-    kernels = {shape: paths.get(shape, "its path") for shape in shapes}
     # Besides the arguments, where the compiler has no choice.
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
@@ -59,7 +58,7 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     def find() -> _Axes:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
-        step = kernels, fixed, arrays[: len(params)], arrays[len(params) :]
+        step = kernels, paths, fixed, arrays[: len(params)], arrays[len(params) :]
         sizes, is_late = meshes[0].shape if meshes else {}, bool(unknown)
         hidden = [_hidden(x, sizes, *step, is_late=is_late) for x in windows if sizes]
         return _Axes().union(*hidden)
@@ -101,7 +100,8 @@ def _array(shape: tuple[int, ...], sharding: object) -> _Array:
 def _hidden(
     eqn: Equation,
     sizes: Mapping[str, int],
-    kernels: Mapping[tuple[int, ...], str],
+    kernels: set[tuple[int, ...]],
+    paths: Mapping[tuple[int, ...], str],
     fixed: Sequence[_Array],
     params: Sequence[_Array],
     batch: Sequence[_Array],
@@ -138,7 +138,7 @@ def _hidden(
     space = _Axes().union(*(space for _, space in cuts))
     spare = _Axes().union(*(every - rows - space for rows, space in cuts))
     used = _Axes().union(*(axes for _, dims in params for axes in dims))
-    wrong = is_stuck = _Axes()
+    wrong, is_stuck, cause = _Axes(), _Axes(), ""
     if space:
         # Right if nothing else is sharded over these axes, and no channels over others.
         wrong = (space | spare) & used
@@ -153,8 +153,11 @@ def _hidden(
         for shape, dims in params:
             is_kernel = any(shape[-len(k) :] == k for k in kernels)
             for dim, axes in enumerate(() if is_kernel else dims):
-                if axes & spare not in (_Axes(), spare) and may_shard(shape, dim, eqn):
-                    wrong = spare
+                count = math.prod(sizes[axis] for axis in axes & spare)
+                is_part = axes & spare != spare
+                if may_shard(shape, dim, eqn, count, is_part=is_part):
+                    wrong, name = spare, paths.get(shape, "a parameter")
+                    cause = f"dim {dim} of {name!r} may shard images in space"
         groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
         if groups > 1 and any(rows for rows, _ in cuts):
             # Right if channels are over the spare axes, whole groups of them, and free.
@@ -170,16 +173,19 @@ def _hidden(
         what = "multiply the gradient of a convolution's kernel"
         what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
         axes = ", ".join(map(repr, sorted(wrong)))
+        what += f" {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} along the"
+        what += f" mesh axes {axes}"
+        if cause:
+            raise StepError(f"XLA would {what}, as {cause}: shard another dim of it.")
         rows, rule = tuple(axis for axis, size in sizes.items() if size > 1), ""
         free = tuple(axis for axis in rows if axis in others)
         if is_gradient and free:
             dims = [free if dim == numbers.out_spec[1] else None for dim in range(rank)]
-            rule = f", as by the rule {{{kernels[kernel]!r}: {tuple(dims)}}}"
+            rule = f", as by the rule {{{paths.get(kernel, 'path')!r}: {tuple(dims)}}}"
             rule += " or ml.parallel.tensor_parallel(...)"
         raise StepError(
-            f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
-            f"along the mesh axes {axes}. Two layouts are right, of images that are "
-            f"whole in space: their rows over all axes, {rows}; or the channels of "
-            f"kernels and images over the axes without rows{rule}."
+            f"XLA would {what}. Two layouts are right, of images that are whole in "
+            f"space: their rows over all axes, {rows}; or the channels of kernels and "
+            f"images over the axes without rows{rule}."
         )
     return others if wrong else wrong
