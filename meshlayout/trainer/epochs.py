@@ -240,7 +240,8 @@ class TrainerInput:
             self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
                 "every device computes all of it. To have it padded, return one loss "
-                "per example; if it is a tuple, also give Trainer weights=2."
+                "per example. Of a tuple, also give Trainer weights=2, and write "
+                "x, y, *_ = batch."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.
@@ -329,10 +330,14 @@ def checked_columns(
             used = [name for name in known if name in names]
             known = names if by_name else used or known
         if names != known:
-            texts = (", ".join(map(str, each)) for each in (names, known))
-            mine, theirs = (textwrap.shorten(text, 200) for text in texts)
+            lacks = [name for name in known if name not in names]
+            sides = names, known, lacks, [name for name in names if name not in known]
+            texts = (", ".join(map(str, each)) or "none" for each in sides)
+            mine, theirs, *others = (textwrap.shorten(text, 200) for text in texts)
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
-            raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
+            msg += f" {theirs} (missing: {others[0]}; extra: {others[1]}). Keep those "
+            msg += "of fit: frame.reindex(columns=columns, fill_value=0)."
+            raise MeshLayoutError(msg)
     return columns
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-from meshlayout import _checks
+from meshlayout import _checks, _paths
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.errors import MeshLayoutError
@@ -112,6 +112,10 @@ class TrainerSteps:
         note += "" if is_bare else "; for inputs alone write predict(x, ...)"
         with _checks.noted(note):
             if loss_fn is None or is_bare:
+                keys = inputs if isinstance(inputs, Mapping) else range(len(leaves))
+                call = ", ".join(f"b[{key!r}]" for key in keys)
+                hint = f"Give predict_fn=lambda model, b: model({call})."
+                _checks.function("the model", model, "batch", hint=hint)
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:
@@ -139,6 +143,20 @@ def _without(batch: Batch, key: str | int) -> Any:
 def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}
+
+
+def check_layouts(state: object, layouts: LayoutMap | None) -> None:
+    """Refuses a state whose parameters do not lie as the rules of a map say."""
+    params = _paths.flatten(getattr(state, "params", ())).leaves if layouts else ()
+    for path, x, _ in params:
+        found = layouts and layouts.match(path, x.shape, x.dtype)
+        sharding: Any = found and found.layout.sharding
+        if found and not sharding.is_equivalent_to(x.sharding, x.ndim):
+            msg = (
+                f"Trainer: {path!r} does not lie as the rule {found.rule!r} of layouts="
+            )
+            way = "TrainState.create(build, optimizer, layouts)"
+            raise MeshLayoutError(f"{msg} says. Create the state by it: {way}.")
 
 
 def checked_metrics(step: str, metrics: object) -> Metrics:

@@ -40,13 +40,18 @@ from meshlayout.trainer.epochs import (
     split_rows,
 )
 from meshlayout.trainer.history import History, unseen
-from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
+from meshlayout.trainer.steps import (
+    PredictFn,
+    TrainerSteps,
+    check_layouts,
+    checked_metrics,
+)
 
 
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN_LOSS = (
-    "the loss is NaN, as NaN in the data makes it, or labels that are not below the "
-    "number of classes (-1 counts as the last one). Parameters that are NaN stay so: "
+    "the loss is NaN, as NaN in the data makes it, or labels or indices of an embedding "
+    "that are out of range (-1 counts as the last one). Parameters that are NaN stay so: "
     "create the state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] "
     "stops, on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
 )
@@ -70,7 +75,8 @@ class Trainer(_checks.WithReflexes):
         state: A `TrainState`, or for subclasses any tree of arrays. It is used up.
         loss_fn: As for `make_train_step`; omit it if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
-        layouts: The layout map that `constrain` applies in the model.
+        layouts: The layout map that `constrain` applies in the model; the parameters'
+            own goes to `TrainState.create`.
         predict_fn: A function of a model in evaluation mode and a batch, for `predict`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
@@ -116,6 +122,7 @@ class Trainer(_checks.WithReflexes):
             state._refuse_used_up()
         elif loss_fn and not has_own and jax.tree.leaves(state):  # else it comes later
             check_state("Trainer", state)
+            check_layouts(state, layouts)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()
@@ -388,13 +395,17 @@ class Trainer(_checks.WithReflexes):
         has_val = self._validation is not None
         names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
         is_own = type(self).eval_step is not Trainer.eval_step
-        for callback in self._callbacks:
+        for i, callback in enumerate(self._callbacks):
             name = callback._monitor
             if not name or name in names or name in self.history:
                 continue
+            if any(
+                not x.__module__.startswith("meshlayout.") for x in self._callbacks[:i]
+            ):
+                continue  # which may add it
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):
-                known = ", ".join(map(repr, metrics)) or "what a step returns"
+                known = ", ".join(map(repr, names)) or "what a step returns"
                 fact = f"there will be no {name!r}, only {known}.{unseen(name, names)}"
                 raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
 
@@ -407,8 +418,13 @@ class Trainer(_checks.WithReflexes):
             raise Preempted(self.position.step)
 
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
-        metrics: Metrics | None = None
-        for (placed,) in source.groups():
+        metrics, limit = None, 10 * self.position.step_in_epoch + 100
+        for number, (placed,) in enumerate(source.groups()):
+            if number == limit and source is self._validation:
+                fact = f"validation has not ended after {number} batches: is its data"
+                self._report.warn(
+                    f"{fact} endless? Use lambda: itertools.islice(data, n)."
+                )
             with noted_batch(source.where, placed.batch):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)
@@ -419,6 +435,8 @@ class Trainer(_checks.WithReflexes):
         for callback in self._callbacks:
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
+                if moment == "on_epoch_end":  # it may have added values of its own
+                    self.history.add(*args)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave examples out; a mean cannot."""
