@@ -295,8 +295,8 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
-    "contracting dimensions to have the same": "The last dim of an input is not the one "
-    "that its layer was built for. A single feature is a column: df[['age']].",
+    "contracting dimensions to have the same": "An input's last dim is not its layer's. "
+    "One feature is a column, df[['age']]; with batch_size=, items are examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
@@ -360,7 +360,8 @@ _HABITS = {
     "history": "Index it directly, as in history['loss'].",
     "initial_epoch": "fit continues by itself; with resume=True, from a checkpoint.",
     "Checkpointer.steps": "Write ck.all_steps().",
-    "fit.steps evaluate.steps predict.steps validation_steps": "Pass lambda: itertools.islice(batches, n).",
+    "fit.steps evaluate.steps predict.steps validation_steps": "Pass "
+    "lambda: itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "

@@ -120,9 +120,9 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
         if strings == "host":
             return None
         what = (
-            "holds strings, which devices do not take. Of labels without missing ones, "
-            "write labels, names = pd.factorize(labels), of features pd.get_dummies("
-            "frame); or leave it out, or give distribute_dataset strings='host'."
+            "holds strings, which devices do not take. Of labels, after dropna, write "
+            "codes, names = pd.factorize(labels), of features pd.get_dummies(frame); "
+            "or leave it out, or give distribute_dataset strings='host'."
         )
     # JAX would silently convert long doubles ("g", "G") to float64.
     elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):

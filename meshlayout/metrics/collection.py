@@ -196,7 +196,7 @@ def _as_metric(name: str, metric: object) -> Any:
     elif isinstance(metric, str):
         fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
     elif inspect.isfunction(metric):
-        fact = "is a function: return its value per example as an output of the loss "
+        fact = "is no metric: return its value per example as an output of the loss "
         fact += f"function, and write ml.metrics.Mean(values={name!r})."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (

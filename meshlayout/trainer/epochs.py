@@ -332,12 +332,14 @@ def checked_columns(
         if names != known:
             lacks = [name for name in known if name not in names]
             sides = names, known, lacks, [name for name in names if name not in known]
-            texts = (", ".join(map(str, each)) or "none" for each in sides)
-            mine, theirs, *others = (textwrap.shorten(text, 200) for text in texts)
+            texts = (", ".join(map(str, each)) or "-" for each in sides)
+            mine, theirs, less, more = (textwrap.shorten(text, 200) for text in texts)
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
-            msg += f" {theirs} (missing: {others[0]}; extra: {others[1]}). Keep those "
-            msg += "of fit: frame.reindex(columns=columns, fill_value=0)."
-            raise MeshLayoutError(msg)
+            way = "give them in that order."
+            if {*names} != {*known}:
+                way = f"missing: {less}; extra: {more}. Write frame.reindex("
+                way += "columns=columns, fill_value=0), with the columns of fit."
+            raise MeshLayoutError(f"{msg} {theirs}: {way}")
     return columns
 
 

@@ -7,13 +7,15 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _paths
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 
 
@@ -112,10 +114,11 @@ class TrainerSteps:
         note += "" if is_bare else "; for inputs alone write predict(x, ...)"
         with _checks.noted(note):
             if loss_fn is None or is_bare:
-                keys = inputs if isinstance(inputs, Mapping) else range(len(leaves))
-                call = ", ".join(f"b[{key!r}]" for key in keys)
+                keys = [*inputs] if isinstance(inputs, Mapping) else range(len(leaves))
+                names = [name for name in signature(model).parameters if name in keys]
+                call = ", ".join(f"b[{key!r}]" for key in names or keys)
                 hint = f"Give predict_fn=lambda model, b: model({call})."
-                _checks.function("the model", model, "batch", hint=hint)
+                _checks.function("model", model, "batch", hint=hint)
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:
@@ -145,18 +148,17 @@ def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in options.items() if name in names}
 
 
-def check_layouts(state: object, layouts: LayoutMap | None) -> None:
-    """Refuses a state whose parameters do not lie as the rules of a map say."""
-    params = _paths.flatten(getattr(state, "params", ())).leaves if layouts else ()
-    for path, x, _ in params:
-        found = layouts and layouts.match(path, x.shape, x.dtype)
-        sharding: Any = found and found.layout.sharding
-        if found and not sharding.is_equivalent_to(x.sharding, x.ndim):
-            msg = (
-                f"Trainer: {path!r} does not lie as the rule {found.rule!r} of layouts="
-            )
+def check_layouts(state: TrainState, layouts: LayoutMap | None) -> None:
+    """Refuses a state on another mesh than a map, or whose parameters do not follow it."""
+    found = layouts.resolve(state.params).resolutions if layouts is not None else ()
+    for leaf, x in zip(found, jax.tree.leaves(state.params), strict=True):
+        planned, now = leaf.layout.sharding, _jax.sharding_of(x)
+        is_whole = planned.is_fully_replicated  # as by a map for activations alone
+        is_like = is_whole or now is None or planned.is_equivalent_to(now, x.ndim)
+        if not is_like or (isinstance(now, NamedSharding) and now.mesh != planned.mesh):
+            msg = f"Trainer: {leaf.path!r} does not lie as layouts= says, on {now}."
             way = "TrainState.create(build, optimizer, layouts)"
-            raise MeshLayoutError(f"{msg} says. Create the state by it: {way}.")
+            raise MeshLayoutError(f"{msg} Give them to the state: {way}.")
 
 
 def checked_metrics(step: str, metrics: object) -> Metrics:

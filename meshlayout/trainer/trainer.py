@@ -50,10 +50,10 @@ from meshlayout.trainer.steps import (
 
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN_LOSS = (
-    "the loss is NaN, as NaN in the data makes it, or labels or indices of an embedding "
-    "that are out of range (-1 counts as the last one). Parameters that are NaN stay so: "
-    "create the state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] "
-    "stops, on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
+    "the loss is NaN, as NaN in the data makes it, or labels or embedding indices out "
+    "of range (-1 counts as the last one). Parameters that are NaN stay so: create the "
+    "state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] stops, "
+    "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
 )
 
 
@@ -120,9 +120,9 @@ class Trainer(_checks.WithReflexes):
         has_own = type(self).train_step is not Trainer.train_step
         if isinstance(state, TrainState):
             state._refuse_used_up()
+            check_layouts(state, layouts)
         elif loss_fn and not has_own and jax.tree.leaves(state):  # else it comes later
             check_state("Trainer", state)
-            check_layouts(state, layouts)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
         self.state, self.history, self.position = state, History(), TrainingPosition()

@@ -94,9 +94,10 @@ def array_rows(tree: PyTree) -> Rows:
             _log.warning(f"{msg} As a class or an index, it is the last one.")
     sizes = {column.shape[:1]: path for path, column in columns.items()}
     if len(sizes) > 1 or () in sizes:
-        first = [(path, columns[path]) for path in sizes.values()]
+        first = [(path, columns[path]) for path in sizes.values()][:3]
         shapes = [f"{leaf_text(p)} {x.dtype}{[*x.shape]}" for p, x in first]
         msg = "the first dim of every array counts the examples, and must be the same."
+        msg += " Of a list of rows, write np.stack(rows); pad ragged ones."
         raise DataError(f"{' and '.join(shapes)}: {msg}")
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
