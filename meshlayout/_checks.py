@@ -295,7 +295,7 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
-    "contracting dimensions to have the same": "An input's last dim is not its layer's. "
+    "contracting dimensions to have": "An input's last dim is not that of its layer. "
     "One feature is a column, df[['age']]; with batch_size=, items are examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "

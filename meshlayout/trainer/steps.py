@@ -7,15 +7,13 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
-from meshlayout.state import TrainState
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 
 
@@ -146,19 +144,6 @@ def _without(batch: Batch, key: str | int) -> Any:
 def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     names = signature(make).parameters
     return {name: value for name, value in options.items() if name in names}
-
-
-def check_layouts(state: TrainState, layouts: LayoutMap | None) -> None:
-    """Refuses a state on another mesh than a map, or whose parameters do not follow it."""
-    found = layouts.resolve(state.params).resolutions if layouts is not None else ()
-    for leaf, x in zip(found, jax.tree.leaves(state.params), strict=True):
-        planned, now = leaf.layout.sharding, _jax.sharding_of(x)
-        is_whole = planned.is_fully_replicated  # as by a map for activations alone
-        is_like = is_whole or now is None or planned.is_equivalent_to(now, x.ndim)
-        if not is_like or (isinstance(now, NamedSharding) and now.mesh != planned.mesh):
-            msg = f"Trainer: {leaf.path!r} does not lie as layouts= says, on {now}."
-            way = "TrainState.create(build, optimizer, layouts)"
-            raise MeshLayoutError(f"{msg} Give them to the state: {way}.")
 
 
 def checked_metrics(step: str, metrics: object) -> Metrics:

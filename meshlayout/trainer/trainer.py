@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
-from meshlayout import _checks, errors
+from meshlayout import _checks, _jax, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
@@ -40,12 +41,7 @@ from meshlayout.trainer.epochs import (
     split_rows,
 )
 from meshlayout.trainer.history import History, unseen
-from meshlayout.trainer.steps import (
-    PredictFn,
-    TrainerSteps,
-    check_layouts,
-    checked_metrics,
-)
+from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
@@ -120,7 +116,8 @@ class Trainer(_checks.WithReflexes):
         has_own = type(self).train_step is not Trainer.train_step
         if isinstance(state, TrainState):
             state._refuse_used_up()
-            check_layouts(state, layouts)
+            if layouts is not None:
+                _check_layouts(state, layouts)
         elif loss_fn and not has_own and jax.tree.leaves(state):  # else it comes later
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
@@ -451,3 +448,17 @@ class Trainer(_checks.WithReflexes):
             except (errors.LossError, errors.MetricError):
                 self._pads = False
         return self._pads is not False
+
+
+def _check_layouts(state: TrainState, layouts: LayoutMap) -> None:
+    """Refuses a state on another mesh, or with parameters that do not follow a map."""
+    leaves = jax.tree.leaves(state.params)
+    for leaf, x in zip(layouts.resolve(state.params).resolutions, leaves, strict=True):
+        planned, now = leaf.layout.sharding, _jax.sharding_of(x)
+        is_like = now is None or planned.is_equivalent_to(now, x.ndim)
+        # As by a map for activations alone.
+        is_like = is_like or planned.is_fully_replicated
+        if not is_like or (isinstance(now, NamedSharding) and now.mesh != planned.mesh):
+            msg = f"Trainer: {leaf.path!r} does not lie as layouts= says. Give them to"
+            way = "TrainState.create(build, optimizer, layouts)"
+            raise MeshLayoutError(f"{msg} the state: {way}.")
