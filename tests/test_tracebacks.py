@@ -38,6 +38,10 @@ def bad_shape(model, batch):
     return model(batch["x"]) @ jnp.ones((3, 3))
 
 
+def one_loss(model, batch):
+    return model(batch["x"])[:, 0]
+
+
 @pytest.fixture
 def state():
     return create(mesh_of(batch=4), lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
@@ -81,6 +85,23 @@ def test_an_error_in_a_loss_function_shows_the_users_frames(state, call, loss):
     text = "".join(traceback.format_exception(caught.value))
     assert NOTE_OF_JAX not in text
     assert "meshlayout/" not in text.replace(str(caught.value), "")
+
+
+def test_the_librarys_own_errors_and_missing_names_show_no_frames_of_libraries(state):
+    metrics = {"mae": ml.metrics.Mean(values="abs")}
+    trainer, history = ml.Trainer(state, one_loss, metrics=metrics), ml.History()
+    history.add(1, {"accuracy": 0.5})
+    for call in (
+        lambda: trainer.fit([BATCH], progress=False),
+        lambda: trainer.steps,
+        lambda: ml.metrics.AUCC,
+        lambda: history["acc"],
+    ):
+        with pytest.raises((ml.errors.MetricError, AttributeError, KeyError)) as caught:
+            call()
+        files = {frame.filename for frame in traceback.extract_tb(caught.tb)}
+        assert files == {__file__}
+    assert "Did you mean 'accuracy'?" in str(caught.value)
 
 
 def test_all_frames_are_shown_on_request(state, monkeypatch):

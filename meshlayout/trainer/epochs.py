@@ -240,8 +240,8 @@ class TrainerInput:
             self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
                 "every device computes all of it. To have it padded, return one loss "
-                "per example. Of a tuple, also give Trainer weights=2, and write "
-                "x, y, *_ = batch."
+                "per example. If batches are tuples, also write x, y, *_ = batch and "
+                "give Trainer weights=2, or use dicts."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.

@@ -78,7 +78,7 @@ def unseen(name: str, known: Collection[str]) -> str:
     """Returns a sentence on a value that is not among the known ones."""
     if str(name).startswith("val_") and not any(x[:4] == "val_" for x in known):
         return " Give fit validation_data= or validation_split=."
-    longer = [x for x in known if x.startswith(name)]  # as 'acc' of 'accuracy'
+    longer = [x for x in known if x.startswith(str(name))]  # as 'acc' of 'accuracy'
     return did_you_mean((longer or [name])[0], known)
 
 
