@@ -336,7 +336,7 @@ def checked_columns(
             mine, theirs, less, more = (textwrap.shorten(text, 200) for text in texts)
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
             way = "give them in that order."
-            if {*names} != {*known}:
+            if less != more:
                 way = f"missing: {less}; extra: {more}. Write frame.reindex("
                 way += "columns=columns, fill_value=0), with the columns of fit."
             raise MeshLayoutError(f"{msg} {theirs}: {way}")

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax, errors
 from meshlayout._annotations import Batch, PyTree
@@ -391,15 +390,13 @@ class Trainer(_checks.WithReflexes):
         """Refuses a callback whose value will never exist, as soon as that is known."""
         has_val = self._validation is not None
         names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
-        is_own = type(self).eval_step is not Trainer.eval_step
-        for i, callback in enumerate(self._callbacks):
+        is_own, may_add = type(self).eval_step is not Trainer.eval_step, False
+        for callback in self._callbacks:
+            # A user's callback may add values, which later ones can watch.
+            may_add |= not callback.__module__.startswith("meshlayout.")
             name = callback._monitor
-            if not name or name in names or name in self.history:
+            if not name or may_add or name in names or name in self.history:
                 continue
-            if any(
-                not x.__module__.startswith("meshlayout.") for x in self._callbacks[:i]
-            ):
-                continue  # which may add it
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):
                 known = ", ".join(map(repr, names)) or "what a step returns"
@@ -454,11 +451,11 @@ def _check_layouts(state: TrainState, layouts: LayoutMap) -> None:
     """Refuses a state on another mesh, or with parameters that do not follow a map."""
     leaves = jax.tree.leaves(state.params)
     for leaf, x in zip(layouts.resolve(state.params).resolutions, leaves, strict=True):
-        planned, now = leaf.layout.sharding, _jax.sharding_of(x)
-        is_like = now is None or planned.is_equivalent_to(now, x.ndim)
-        # As by a map for activations alone.
-        is_like = is_like or planned.is_fully_replicated
-        if not is_like or (isinstance(now, NamedSharding) and now.mesh != planned.mesh):
+        now: Any = _jax.sharding_of(x)
+        planned = leaf.layout.sharding
+        # Whole arrays are those of a map for activations alone.
+        is_like = planned.is_fully_replicated or planned.is_equivalent_to(now, x.ndim)
+        if not is_like or getattr(now, "mesh", planned.mesh) != planned.mesh:
             msg = f"Trainer: {leaf.path!r} does not lie as layouts= says. Give them to"
-            way = "TrainState.create(build, optimizer, layouts)"
-            raise MeshLayoutError(f"{msg} the state: {way}.")
+            way = "the state: TrainState.create(build, optimizer, layouts)."
+            raise MeshLayoutError(f"{msg} {way}")
