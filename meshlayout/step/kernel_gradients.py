@@ -170,19 +170,19 @@ def _hidden(
             wrong |= wrong if is_right else spare
     others = every.difference(every.intersection(*(rows for rows, _ in cuts)))
     if wrong and (is_stuck or is_late or fixed or manual or others & named):
-        what = "multiply the gradient of a convolution's kernel"
-        what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
-        axes = ", ".join(map(repr, sorted(wrong)))
-        what += f" {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} along the"
-        what += f" mesh axes {axes}"
+        array = _render.array_text(eqn.outvars[0].aval.dtype, kernel)
+        what = f"multiply the gradient of a convolution's kernel {array}"
+        what = what if is_gradient else f"wrongly compute {eqn.primitive.name} {array}"
+        what += f" along the mesh axes {', '.join(map(repr, sorted(wrong)))}"
         if cause:
             raise StepError(f"XLA would {what}, as {cause}: shard another dim of it.")
         rows, rule = tuple(axis for axis, size in sizes.items() if size > 1), ""
         free = tuple(axis for axis in rows if axis in others)
         if is_gradient and free:
             dims = [free if dim == numbers.out_spec[1] else None for dim in range(rank)]
-            rule = f", as by the rule {{{paths.get(kernel, 'path')!r}: {tuple(dims)}}}"
-            rule += " or ml.parallel.tensor_parallel(...)"
+            path = paths.get(kernel, "its path")
+            rule = f", as by the rule {{{path!r}: {tuple(dims)}}} or ml.parallel."
+            rule += "tensor_parallel(...)"
         raise StepError(
             f"XLA would {what}. Two layouts are right, of images that are whole in "
             f"space: their rows over all axes, {rows}; or the channels of kernels and "
