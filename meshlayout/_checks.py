@@ -275,9 +275,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 _MODULES = (contextlib, enum, functools)
 _INSIDE = (f"{Path(__file__).parent}/", *(str(x.__file__) for x in _MODULES))
-_JAX = f"{Path(jax.__file__).parent}/"
-# Functions that say that there is no such name.
-_LOOKUPS = {"called", "__getattr__", "__missing__", "unknown"}
+_JAX, _LOOKUPS = f"{Path(jax.__file__).parent}/", {"called", "unknown"}
+_LOOKUPS |= {"__getattr__", "__missing__"}  # which say that there is no such name
 # Words of JAX; tests notice others.
 _NOTE_OF_JAX, _DELETED = "JAX has removed its internal frames", "Array has been deleted"
 # What the errors of JAX, by what they say, mean to users of this library.
@@ -354,7 +353,8 @@ _HABITS = {
     "TensorBoard": "Write Log(directory).",
     "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
     "AUC": "Write {'auc': metrax.AUCROC}; it reads 'predictions' and 'labels'.",
-    "MeanSquaredError": "Write Mean(values='squares'), and return such an output.",
+    "MeanSquaredError MeanAbsoluteError": "Write Mean(values='error'), and return such "
+    "an output.",
     "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
     "labels(logits, labels) in loss_fn.",
     "history": "Index it directly, as in history['loss'].",
@@ -367,8 +367,7 @@ _HABITS = {
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
     "global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
-    "resolver": "Leave it out: ml.initialize() finds the processes.",
-    "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
+    "resolver TPUStrategy": "Leave the resolver out: ml.initialize() finds processes.",
     "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
     "VariableAggregation": "Write nnx.Variable(x, aggregation='sum').",
     "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
@@ -376,18 +375,15 @@ _HABITS = {
     "get_next": "Write next(iterator).",
     "latest_checkpoint": "Write ck.latest_step().",
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
-    "validation_batch_size": "Validation uses batch_size=, too; beside batches, give "
-    "validation_data=ml.distribute_dataset(data, ml.create_mesh(), "
-    "global_batch_size=32).",
-    "validation_freq": "Every epoch is validated. For fewer, call trainer.evaluate in "
-    "a callback.",
+    "validation_batch_size": "Validation uses batch_size=, too. Beside batches, cut "
+    "arrays by ml.distribute_dataset(data, ml.create_mesh(), global_batch_size=32).",
+    "validation_freq": "Every epoch validates: call trainer.evaluate in a callback.",
     "jit_compile run_eagerly": "Leave it out: steps are always compiled.",
     "explain": "Write layouts.explain(state), of a LayoutMap.",
     "stratify": "Split the rows yourself, and give validation_data=.",
     "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
     "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
-    "MeanAbsoluteError": "Write Mean(values='abs'), and return such an output.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",

@@ -387,9 +387,8 @@ def test_integers_that_do_not_fit_are_an_error(dtype, value, source):
 def test_dtypes_that_jax_does_not_have_are_refused():
     values = np.array(["2020-01-01"] * 8, "datetime64[D]")
     assert message(lambda: distributed({"x": values})) == (
-        "leaf 'x' has dtype datetime64[D], which JAX does not have. Drop missing values, "
-        "pad ragged rows to one shape, and make numbers of others: array.astype("
-        "'float32'), of text pd.factorize, of dates (x - x.min()).dt.days."
+        "leaf 'x' has dtype datetime64[D], which JAX lacks. Drop missing values, pad rows, "
+        "write (x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
     )
 
 

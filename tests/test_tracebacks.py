@@ -290,7 +290,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         lambda: ml.callbacks.TensorBoard: "Write Log(directory).",
         lambda: ml.callbacks.ReduceLROnPlateau: "reduce_on_plateau(patience=100)",
         lambda: ml.metrics.AUC: "metrax.AUCROC",
-        lambda: ml.metrics.MeanSquaredError: "Write Mean(values='squares')",
+        lambda: ml.metrics.MeanSquaredError: "Write Mean(values='error')",
         lambda: ml.losses.SparseCategoricalCrossentropy: "Call optax.softmax_cross_",
         lambda: ml.Trainer(state).model: "Write model = trainer.state.model; ",
         lambda: ml.Trainer(state).score: "Write evaluate(x, y, batch_size=32)",

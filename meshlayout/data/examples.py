@@ -127,9 +127,8 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
     # JAX would silently convert long doubles ("g", "G") to float64.
     elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):
         what = (
-            f"has dtype {dtype}, which JAX does not have. Drop missing values, pad "
-            "ragged rows to one shape, and make numbers of others: array.astype("
-            "'float32'), of text pd.factorize, of dates (x - x.min()).dt.days."
+            f"has dtype {dtype}, which JAX lacks. Drop missing values, pad rows, write "
+            "(x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
         )
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
