@@ -485,9 +485,9 @@ def test_layouts_that_the_state_does_not_have_are_refused(mesh):
         said = message_of(
             lambda: ml.Trainer(create_state(mesh), loss_fn, layouts=layouts)  # noqa: B023
         )
-        assert said.endswith(
-            "does not lie as layouts= says. Give them to the state: TrainState.create("
-            "build, optimizer, layouts)."
+        assert said == (
+            "Trainer: the state does not lie as layouts= says. Give them to TrainState."
+            "create(build, optimizer, layouts)."
         )
     state = create(other, lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)), rules=rules)
     ml.Trainer(state, loss_fn, layouts=ml.LayoutMap(other, rules))
