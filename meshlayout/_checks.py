@@ -337,7 +337,6 @@ _HABITS = {
     "optimizer tx learning_rate lr": "The optimizer is the state's: TrainState.create("
     "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
     "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
-    "zero": "Write LayoutMap(mesh, {'^opt_state/': ml.zero_rule(mesh)}).",
     "stop_training": "Write trainer.stop('why').",
     "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",

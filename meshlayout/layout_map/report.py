@@ -225,8 +225,7 @@ def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
     return _render.bytes_text(used), f"{100 * saving:.0f}%"
 
 
-def _note(x: Resolution) -> str | None:
-    """Returns the rule's note; or a warning, if two axes are left over by a kernel."""
+def _note(x: Resolution) -> str | None:  # that of a rule, or of a possible kernel
     used = [axis for spec in x.current_layout.specs for axis in axes_of(spec)]
     left = [
         axis for axis, n in x.layout.mesh.shape.items() if n > 1 and axis not in used

@@ -188,9 +188,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def replace(self, **changes: Any) -> Self:
         """Returns this state with new values of some fields; `tx` is the optimizer."""
-        for name in changes:
-            known = ("tx", *(field.name for field in dataclasses.fields(self)))
-            _checks.option("TrainState.replace", name, known)
+        known = {"tx", *(field.name for field in dataclasses.fields(self))}
+        for name in changes.keys() - known:
+            _checks.option("TrainState.replace", name, sorted(known))
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)

@@ -175,12 +175,13 @@ class _StepProgram:
                 try:
                     if not is_flat:
                         leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
-                    for x, sharding in zip(leaves, other_shardings, strict=True):
-                        # A NamedSharding takes long to find that it is the same.
+                    is_next = len(leaves) == len(other_shardings)
+                    # `strict=`, or == of a sharding with itself, takes a microsecond.
+                    for x, sharding in zip(leaves, other_shardings):  # noqa: B905
                         is_same = x.sharding is sharding or x.sharding == sharding
                         if not is_same or x.is_deleted():
                             is_next = False
-                except (AttributeError, ValueError):  # of what is no array; of others
+                except AttributeError:  # of what is no array
                     is_next = False
             if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
                 raise OtherProgramError
@@ -472,8 +473,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
     def _named(self, args: PyTree, kwargs: PyTree) -> dict[str, Any]:
         """Returns every leaf of some arguments, by parameter and path."""
         bound = self._signature.bind_partial(*args, **kwargs)
-        leaves = _paths.flatten(dict(bound.arguments)).leaves
-        return {leaf.path: leaf.value for leaf in leaves}
+        entries = jax.tree_util.tree_flatten_with_path(dict(bound.arguments))[0]
+        text = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        return {text(keys): leaf for keys, leaf in entries}
 
     def _by_place(self, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)

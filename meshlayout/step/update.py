@@ -120,7 +120,8 @@ def gradients_of(
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
     if loss.regularizers:
         slopes, penalties = jax.grad(
-            lambda params: total(loss.penalties(params)), has_aux=True
+            lambda params: total({k: f(params) for k, f in loss.regularizers.items()}),
+            has_aux=True,
         )(params)
         grads = jax.tree.map(jnp.add, grads, slopes)
         parts |= penalties

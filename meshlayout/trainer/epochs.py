@@ -91,6 +91,7 @@ class TrainerInput:
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
         self._warn = trainer._report.warn
+        self._ones = functools.lru_cache(1)(lambda n: self._on_mesh(np.ones(n, "f4")))
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         leaves = jax.tree.leaves(trainer.state)
@@ -226,10 +227,12 @@ class TrainerInput:
         size = max(self.size, -(-rows // shards) * shards)
         padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
         if self._marks:
-            weights = get_weights(padded, self._key)
-            ones = np.ones(size, np.float32)
-            weights = ones if weights is None else np.asarray(weights)
-            weights = _batches.mask_padding(weights, np.arange(size) < rows)
+            known = get_weights(padded, self._key)
+            if known is None and rows == size:  # most, and placed once
+                weights = self._ones(size)
+            else:
+                weights = np.ones(size, "f4") if known is None else np.asarray(known)
+                weights = _batches.mask_padding(weights, np.arange(size) < rows)
             padded = _batches.with_weights(padded, self._key, weights)
         return self._on_mesh(padded)
 
