@@ -288,6 +288,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
     for call, words in {
         lambda: ml.callbacks.ModelCheckpoint: "Write Checkpoint(ml.Checkpointer(",
         lambda: ml.callbacks.TensorBoard: "Write Log(directory).",
+        lambda: ml.Checkpointer("unused").steps: "Write ck.all_steps().",
         lambda: ml.callbacks.ReduceLROnPlateau: "reduce_on_plateau(patience=100)",
         lambda: ml.metrics.AUC: "metrax.AUCROC",
         lambda: ml.metrics.MeanSquaredError: "Write Mean(values='error')",
@@ -301,6 +302,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
     calls = {
         lambda: ml.Trainer(state).fit(1, 2, 3, 4): "fit: too many positional arguments."
         " Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
+        lambda: ml.callbacks.Checkpoint("dir", monitor="val_loss"): "Checkpoint got "
+        "monitor=. Write Checkpoint(ml.Checkpointer(directory, best=('val_loss', "
+        "'min'))).",
         lambda: ml.metrics.ConfusionMatrix(labels="y"): "ConfusionMatrix: missing a "
         "required argument: 'num_classes'.",
     }
