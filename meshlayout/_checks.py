@@ -366,7 +366,8 @@ _HABITS = {
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
     "global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
-    "resolver TPUStrategy": "Leave it out: ml.initialize() finds the processes.",
+    "resolver": "Leave it out: ml.initialize() finds the processes.",
+    "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
     "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
     "VariableAggregation": "Write nnx.Variable(x, aggregation='sum').",
     "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
