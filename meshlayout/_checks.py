@@ -275,6 +275,8 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 _MODULES = (contextlib, enum, functools)
 _INSIDE = (f"{Path(__file__).parent}/", *(str(x.__file__) for x in _MODULES))
+_JAX, _LOOKUPS = f"{Path(jax.__file__).parent}/", {"called", "unknown"}
+_LOOKUPS |= {"__getattr__", "__missing__"}  # which say that there is no such name
 # Words of JAX; tests notice others.
 _NOTE_OF_JAX, _DELETED = "JAX has removed its internal frames", "Array has been deleted"
 # What the errors of JAX, by what they say, mean to users of this library.
@@ -292,6 +294,8 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
+    "contracting dimensions to have": "An input's last dim is not that of its layer. "
+    "One feature is a column, df[['age']]; with batch_size=, items are examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
@@ -338,7 +342,8 @@ _HABITS = {
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
-    "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
+    "Checkpoint.monitor save_best_only": "Write Checkpoint(ml.Checkpointer(directory, "
+    "best=('val_loss', 'min'))).",
     "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
     "score": "Write evaluate(x, y, batch_size=32)['accuracy'].",
     "Trainer.model": "Write model = trainer.state.model; model.eval().",
@@ -347,12 +352,15 @@ _HABITS = {
     "TensorBoard": "Write Log(directory).",
     "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
     "AUC": "Write {'auc': metrax.AUCROC}; it reads 'predictions' and 'labels'.",
-    "MeanSquaredError": "Write Mean(values='squares'), and return such an output.",
+    "MeanSquaredError MeanAbsoluteError": "Write Mean(values='error'), and return such "
+    "an output.",
     "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
     "labels(logits, labels) in loss_fn.",
     "history": "Index it directly, as in history['loss'].",
     "initial_epoch": "fit continues by itself; with resume=True, from a checkpoint.",
-    "steps validation_steps": "Pass lambda: itertools.islice(batches, n).",
+    "Checkpointer.steps": "Write ck.all_steps().",
+    "fit.steps evaluate.steps predict.steps validation_steps": "Pass "
+    "lambda: itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
@@ -367,12 +375,15 @@ _HABITS = {
     "get_next": "Write next(iterator).",
     "latest_checkpoint": "Write ck.latest_step().",
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
-    "validation_batch_size": "Validation uses batch_size=, too.",
+    "validation_batch_size": "Validation uses batch_size=, too. Beside batches, cut "
+    "arrays by ml.distribute_dataset(data, ml.create_mesh(), global_batch_size=32).",
+    "validation_freq": "Every epoch validates: call trainer.evaluate in a callback.",
+    "jit_compile run_eagerly": "Leave it out: steps are always compiled.",
+    "explain": "Write layouts.explain(state), of a LayoutMap.",
     "stratify": "Split the rows yourself, and give validation_data=.",
     "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
     "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
-    "MeanAbsoluteError": "Write Mean(values='abs'), and return such an output.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
@@ -444,12 +455,12 @@ def _check_call(
 
 def names_of(module: dict[str, Any]) -> Callable[[str], NoReturn]:
     """Returns a `__getattr__` for `vars()` of a module; type checkers do not see it."""
-    return functools.partial(unknown, f"module {module['__name__']!r}", module)
+    lookup = functools.partial(unknown, f"module {module['__name__']!r}", module)
+    return user_call(lookup)
 
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
     """Raises AttributeError, which says what to write instead, or where to look."""
-    __tracebackhide__ = True  # notebooks leave this frame out
     if name in _REFLEXES:
         raise AttributeError(f"{owner} has no {name!r}. {_REFLEXES[name]}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
@@ -462,8 +473,8 @@ class WithReflexes:
 
     if not TYPE_CHECKING:  # to which every misspelled name would be right
 
+        @user_call
         def __getattr__(self, name: str) -> Any:
-            __tracebackhide__ = True
             kind, plain = type(self), name.removeprefix("experimental_")
             hint = _REFLEXES.get(f"{kind.__name__}.{name}") or _REFLEXES.get(name)
             if plain != name and hasattr(kind, plain):
@@ -481,9 +492,11 @@ def show_user_frames(error: BaseException | None) -> None:
     """Leaves an error the user's frames; in an `except` that ends in a bare `raise`."""
     while error is not None and os.environ.get("MESHLAYOUT_TRACEBACK") != "full":
         frames = [*traceback.walk_tb(error.__traceback__)]
+        is_own = isinstance(error, (MeshLayoutError, KeyboardInterrupt))
+        inside = (*_INSIDE, _JAX) if is_own else _INSIDE
         # None in a bug of the library, which stays whole.
-        users = [x for x in frames if not x[0].f_code.co_filename.startswith(_INSIDE)]
-        if users or isinstance(error, (MeshLayoutError, KeyboardInterrupt)):
+        users = [x for x in frames if not x[0].f_code.co_filename.startswith(inside)]
+        if users or is_own or {x[0].f_code.co_name for x in frames} <= _LOOKUPS:
             rest: TracebackType | None = None
             for frame, line in reversed(users):
                 rest = TracebackType(rest, frame, frame.f_lasti, line)

@@ -48,8 +48,8 @@ def _of_columns(
     others = [f"{n!r} ({kind})" for n, kind, x in columns if x.dtype.kind not in "biuf"]
     if others and len(others) < len(columns):
         fact = f"{where}: no numbers are in the columns {', '.join(others)}. Leave them"
-        way = "pd.to_numeric(frame[name]) of numbers, "
-        way += "pd.get_dummies(frame).astype('float32') of text."
+        way = "of numbers pd.to_numeric(frame[name]), of dates (frame[name] - "
+        way += "frame[name].min()).dt.days, of text pd.get_dummies(frame)."
         raise error(f"{fact} out, or write {way}")
     return array if others else np.column_stack([x for *_, x in columns])
 

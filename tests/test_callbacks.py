@@ -138,6 +138,22 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
     assert message_of(WRONG[message]) == message
 
 
+class Mine(ml.callbacks.Callback):
+    def on_epoch_end(self, trainer, epoch, logs):
+        logs["mine"] = np.float32(1 / epoch)
+
+
+def test_a_value_of_ones_own_is_in_the_history_and_can_be_watched(tmp_path):
+    trainer = Scripted(*range(9))
+    stopping = ml.callbacks.EarlyStopping("mine", mode="max", patience=2)
+    saving = ml.Checkpointer(tmp_path, best=("mine", "max"))
+    history = trainer.run(Mine(), stopping, ml.callbacks.Checkpoint(saving))
+    np.testing.assert_allclose(history["mine"], [1, 1 / 2, 1 / 3])
+    assert len(history["loss"]) == 3
+    assert saving.best_step() == 1
+    assert "there will be no 'mine'" in message_of(Scripted(1).run, stopping)
+
+
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
 def test_a_value_to_watch_that_is_not_there_is_named_at_once(kind, state):
     trainer = Scripted(1.0, name="val_loss")
@@ -150,7 +166,8 @@ def test_a_value_to_watch_that_is_not_there_is_named_at_once(kind, state):
     trainer = ml.Trainer(state, loss_fn)
     data = {"data": batches(1), "validation_data": batches(1)}
     assert message_of(lambda: fit(trainer, callback("val_floss"), **data)).endswith(
-        "only 'loss', 'learning_rate'. Did you mean 'val_loss'?"
+        "only 'loss', 'learning_rate', 'val_loss', 'val_learning_rate'. Did you mean "
+        "'val_loss'?"
     )
     words = "there will be no 'val_loss', only what a step returns. Give fit "
     for watching in (

@@ -387,8 +387,8 @@ def test_integers_that_do_not_fit_are_an_error(dtype, value, source):
 def test_dtypes_that_jax_does_not_have_are_refused():
     values = np.array(["2020-01-01"] * 8, "datetime64[D]")
     assert message(lambda: distributed({"x": values})) == (
-        "leaf 'x' has dtype datetime64[D], which JAX does not have. Pad ragged rows to one "
-        "shape, and make numbers of dates and others, as with array.astype('float32')."
+        "leaf 'x' has dtype datetime64[D], which JAX lacks. Drop missing values, pad rows, "
+        "write (x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
     )
 
 
@@ -406,9 +406,9 @@ STRINGS = {
 def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
     source = {"id": STRINGS[name], "x": np.arange(9)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'id' holds strings, which devices do not take. For labels, write names, "
-        "labels = np.unique(labels, return_inverse=True); otherwise leave it out, or "
-        "keep it on the host with distribute_dataset(..., strings='host')."
+        "leaf 'id' holds strings, which devices do not take. Of labels, after dropna, "
+        "write codes, names = pd.factorize(labels), of features pd.get_dummies(frame); "
+        "or leave it out, or give distribute_dataset strings='host'."
     )
     data = distributed(source, strings="host")
     found = list(data)

@@ -86,6 +86,7 @@ MODELS = {
     "channels first": ((8, 3, 8, 8), {"stem": (8, 3, 3, 3)}, {"names": NCHW}),
     "positions": ((8, 8, 8, 8), {"positions": (8, 8, 8)}, {}),
     "flattened": ((8, 8, 8, 8), {"head": (512, 6)}, {}),
+    "flattened, of 6 x 6": ((8, 6, 6, 8), {"head": (288, 6)}, {}),
     "patches": (
         (8, 16, 16, 3),
         {"stem": (4, 4, 3, 8), "up": (8, 32), "down": (32, 8)},
@@ -127,7 +128,7 @@ REFUSAL = (
     "XLA would multiply the gradient of a convolution's kernel f32[3, 3, {}, 8] along "
     "the mesh axes {}. Two layouts are right, of images that are whole in space: their "
     "rows over all axes, ('batch', 'h', 'w'); or the channels of kernels and images over "
-    "the axes without rows."
+    "the axes without rows{}."
 )
 
 
@@ -153,10 +154,8 @@ REFUSED = [
     ("three", 8, ("batch",), kernels(..., ("batch", "h", "w")), SPARE),
     ("three", 2, ("batch",), CHANNELS, SPARE),  # groups that are cut
     ("channels kept whole", 8, ("batch",), CHANNELS, SPARE),
-    # The model, or a parameter, may shard images in space.
+    # The model shards images in space.
     ("space", 1, ("batch",), {}, SPARE),
-    ("positions", 1, ("batch",), {"positions": ("h", ...)}, SPARE),
-    ("flattened", 1, ("batch",), {"head": ("h", None)}, SPARE),
 ]
 # On Explicit axes, JAX itself wants to be told more than these cases say.
 EXPLICIT = [(*case, "explicit") for case in REFUSED[:6]]
@@ -171,7 +170,28 @@ def test_gradients_that_xla_multiplies_are_refused(
 ):
     layout = ml.create_mesh(AXES, axis_types=types).layout(*spec, ...)
     said = message_of(run, *arguments(model, groups), layout, rules)
-    assert said == REFUSAL.format(8 // groups, axes)
+    free = tuple(axis for axis in AXES if axis != spec[0])
+    rule = f", as by the rule {{'second': (None, None, None, {free})}} or "
+    rule += "ml.parallel.tensor_parallel(...)"
+    assert said == REFUSAL.format(8 // groups, axes, rule)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "spec"),
+    [
+        ("positions", "positions", ("h", ...)),
+        ("flattened", "head", ("h", None)),
+        # Six rows take up one of the two axes.
+        ("flattened, of 6 x 6", "head", (("h", "w"), None)),
+    ],
+)
+def test_a_parameter_that_may_shard_images_in_space_is_named(mesh, model, name, spec):
+    layout = mesh.layout("batch", ...)
+    assert message_of(run, *arguments(model, 1), layout, {name: spec}) == (
+        "XLA would multiply the gradient of a convolution's kernel f32[3, 3, 8, 8] "
+        f"along the mesh axes 'h', 'w', as dim 0 of '{name}' may shard images in space: "
+        "shard another dim of it."
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,6 +210,7 @@ def test_gradients_that_xla_multiplies_are_refused(
         ("two", 1, ("batch",), {}),
         ("two", 1, ("batch",), kernels(None, None, "w", "h")),
         ("two", 1, ("batch", "h", "w"), {}),
+        ("flattened", 1, ("batch",), {"head": (("h", "w"), None)}),
         # Other matrices may be sharded over one of two axes.
         ("patches", 1, ("batch",), {"up": (None, "h"), "down": ("h", None)}),
     ],
@@ -278,6 +299,32 @@ def test_train_steps_of_grouped_convolutions_are_refused_or_right():
     for right in (({}, ("batch", "model")), (rules, "batch")):
         found = losses_of_two_steps(mesh, *right)
         np.testing.assert_allclose(found, alone, rtol=1e-4)
+
+
+class Gray(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(8, 8, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(512, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.second(nnx.relu(self.first(x[..., None])))
+        return self.out(x.reshape(len(x), -1))[:, 0]
+
+
+def test_a_dense_kernel_may_be_sharded_after_images_without_channels():
+    """Neither metrics nor a scalar of the batch are images, whose layouts count."""
+    losses = []
+    for mesh in (mesh_of(batch=1), mesh_of(batch=2, model=4)):
+        rules = {"^out/kernel": ("model", None)} if "model" in mesh.axis_names else {}
+        state = create(mesh, Gray, optax.sgd(0.1), rules)
+        step = ml.make_train_step(squares)
+        batch = {"x": images(16, 8, 8), "y": images(16), "t": 1.0}
+        for _ in range(2):
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

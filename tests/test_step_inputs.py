@@ -235,8 +235,8 @@ def test_weights_that_make_no_sense_are_refused_on_the_host(mesh, value, steps):
         batch = jax.tree.map(lambda x: np.stack([x, x]), batch)
     step = ml.make_train_step(squares, steps_per_call=steps)
     assert message_of(lambda: step(create(mesh), batch)) == (
-        "the weights of a batch must be finite and not negative; 'weight' has values "
-        f"from {np.float32(value)} to {np.float32(value)}."
+        f"weights must be finite and not negative; of 'weight', {16 * steps} of "
+        f"{16 * steps} are not, such as {value}."
     )
 
 

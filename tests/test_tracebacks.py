@@ -38,6 +38,10 @@ def bad_shape(model, batch):
     return model(batch["x"]) @ jnp.ones((3, 3))
 
 
+def one_loss(model, batch):
+    return model(batch["x"])[:, 0]
+
+
 @pytest.fixture
 def state():
     return create(mesh_of(batch=4), lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
@@ -81,6 +85,23 @@ def test_an_error_in_a_loss_function_shows_the_users_frames(state, call, loss):
     text = "".join(traceback.format_exception(caught.value))
     assert NOTE_OF_JAX not in text
     assert "meshlayout/" not in text.replace(str(caught.value), "")
+
+
+def test_the_librarys_own_errors_and_missing_names_show_no_frames_of_libraries(state):
+    metrics = {"mae": ml.metrics.Mean(values="abs")}
+    trainer, history = ml.Trainer(state, one_loss, metrics=metrics), ml.History()
+    history.add(1, {"accuracy": 0.5})
+    for call in (
+        lambda: trainer.fit([BATCH], progress=False),
+        lambda: trainer.steps,
+        lambda: ml.metrics.AUCC,
+        lambda: history["acc"],
+    ):
+        with pytest.raises((ml.errors.MetricError, AttributeError, KeyError)) as caught:
+            call()
+        files = {frame.filename for frame in traceback.extract_tb(caught.tb)}
+        assert files == {__file__}
+    assert "Did you mean 'accuracy'?" in str(caught.value)
 
 
 def test_all_frames_are_shown_on_request(state, monkeypatch):
@@ -267,9 +288,10 @@ def test_reflexes_of_other_libraries_are_answered(state):
     for call, words in {
         lambda: ml.callbacks.ModelCheckpoint: "Write Checkpoint(ml.Checkpointer(",
         lambda: ml.callbacks.TensorBoard: "Write Log(directory).",
+        lambda: ml.Checkpointer("unused").steps: "Write ck.all_steps().",
         lambda: ml.callbacks.ReduceLROnPlateau: "reduce_on_plateau(patience=100)",
         lambda: ml.metrics.AUC: "metrax.AUCROC",
-        lambda: ml.metrics.MeanSquaredError: "Write Mean(values='squares')",
+        lambda: ml.metrics.MeanSquaredError: "Write Mean(values='error')",
         lambda: ml.losses.SparseCategoricalCrossentropy: "Call optax.softmax_cross_",
         lambda: ml.Trainer(state).model: "Write model = trainer.state.model; ",
         lambda: ml.Trainer(state).score: "Write evaluate(x, y, batch_size=32)",
@@ -280,6 +302,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
     calls = {
         lambda: ml.Trainer(state).fit(1, 2, 3, 4): "fit: too many positional arguments."
         " Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
+        lambda: ml.callbacks.Checkpoint("dir", monitor="val_loss"): "Checkpoint got "
+        "monitor=. Write Checkpoint(ml.Checkpointer(directory, best=('val_loss', "
+        "'min'))).",
         lambda: ml.metrics.ConfusionMatrix(labels="y"): "ConfusionMatrix: missing a "
         "required argument: 'num_classes'.",
     }

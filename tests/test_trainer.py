@@ -2,7 +2,9 @@
 
 import doctest
 import io
+import itertools
 import signal
+import traceback
 import warnings
 
 import jax
@@ -189,8 +191,8 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = (
         "a batch of 6 rows does not divide into 4 shards: every device computes all of "
-        "it. To have it padded, return one loss per example; if it is a tuple, also "
-        "give Trainer weights=2."
+        "it. To have it padded, return one loss per example. If batches are tuples, "
+        "also write x, y, *_ = batch and give Trainer weights=2, or use dicts."
     )
     texts = [record.getMessage() for record in caplog.records]
     assert texts.count(said) == (name in [*FITS][7:])
@@ -233,7 +235,7 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         assert f"xamples are weighted by {said}" in record.getMessage()
         assert record.levelname == "WARNING"
         bad = make({**data, "weight": -weight})
-        assert "'weight' has values from" in message_of(
+        assert "weights must be finite and not negative; " in message_of(
             trainer.evaluate, bad, **options
         )
 
@@ -362,8 +364,8 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
     mixed[:, 1], trainer = "text", ml.Trainer(create_state(mesh), pair_loss)
     refused = message_of(lambda: trainer.fit(Frame(mixed), x[:, 0], batch_size=8))
     assert refused.startswith(
-        "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write "
-        "pd.to_numeric(frame[name]) of numbers, pd.get_dummies(frame).astype('float32')"
+        "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write of "
+        "numbers pd.to_numeric(frame[name]), of dates (frame[name] - frame[name].min())"
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
     assert names.startswith("the data frame's columns have names of several types: ")
@@ -405,6 +407,12 @@ def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
     for where, call in calls.items():
         assert message_of(call) == f"{where}: {both}give them in that order."
     trainer.predict(frame, batch_size=8)
+    fewer = Frame(data["x"][:, :3], "abe")
+    assert message_of(lambda: trainer.predict(fewer, batch_size=8)) == (
+        "predict: the data frame has the columns a, b, e, and that of fit had a, b, c, d: "
+        "missing: c, d; extra: e. Write frame.reindex(columns=columns, fill_value=0), "
+        "with the columns of fit."
+    )
 
     def by_name(model, batch):
         out = model(jnp.stack([batch[name] for name in "abcd"], 1))
@@ -418,6 +426,71 @@ def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
         *(trainer.predict(each, batch_size=8)["out"] for each in (whole, moved))
     )
     assert message_of(calls["predict"]) == f"predict: {both}give them in that order."
+
+
+def test_a_model_with_two_inputs_and_data_for_it_name_a_function(mesh):
+    class Two(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x, meta):
+            return self.scale * (x + meta)
+
+    trainer = ml.Trainer(create(mesh, Two))
+    inputs = {"meta": np.ones((8, 2), "float32"), "x": np.ones((8, 2), "float32")}
+    with pytest.raises(ml.errors.MeshLayoutError) as caught:
+        trainer.predict(inputs, batch_size=8)
+    assert str(caught.value) == (
+        "model is called as model(batch), but takes (x, meta). Give predict_fn=lambda "
+        "model, b: model(b['x'], b['meta'])."
+    )
+    assert {f.filename for f in traceback.extract_tb(caught.tb)} == {__file__}
+
+
+def test_codes_of_missing_values_are_noted(mesh, caplog):
+    trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(16)
+    for codes in ([-1, 0, 1, 2], [-1, 1, 1, 1], [-2, -1, 0, 1]):
+        quiet_fit(trainer, {**data, "code": np.array(codes * 4)}, batch_size=8)
+    assert (
+        caplog.messages.count(
+            "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
+            "index, it is the last one."
+        )
+        == 1
+    )
+
+
+def test_validation_without_an_end_is_noted(mesh, caplog):
+    trainer, batch = ml.Trainer(create_state(mesh), loss_fn), examples(8)
+    endless = lambda: itertools.islice(itertools.repeat(batch), 120)
+    quiet_fit(trainer, [batch], validation_data=endless)
+    assert (
+        caplog.messages.count(
+            "validation has not ended after 110 batches: is its data endless? Use lambda: "
+            "itertools.islice(data, n)."
+        )
+        == 1
+    )
+
+
+def test_layouts_that_the_state_does_not_have_are_refused(mesh):
+    other = mesh_of(batch=2, model=2)
+    rules = {"kernel": ("model", None)}
+    for layouts in (
+        ml.LayoutMap(other, rules),
+        ml.LayoutMap(mesh, {"kernel": ("batch", None)}),
+        ml.LayoutMap(other, {}),
+        ml.parallel.fsdp(mesh, min_bytes=0),
+    ):
+        said = message_of(
+            lambda: ml.Trainer(create_state(mesh), loss_fn, layouts=layouts)  # noqa: B023
+        )
+        assert said == (
+            "Trainer: the state does not lie as layouts= says. Give them to TrainState."
+            "create(build, optimizer, layouts)."
+        )
+    state = create(other, lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)), rules=rules)
+    ml.Trainer(state, loss_fn, layouts=ml.LayoutMap(other, rules))
 
 
 def test_data_without_labels_goes_to_the_model(mesh):

@@ -120,15 +120,15 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
         if strings == "host":
             return None
         what = (
-            "holds strings, which devices do not take. For labels, write names, labels "
-            "= np.unique(labels, return_inverse=True); otherwise leave it out, or "
-            "keep it on the host with distribute_dataset(..., strings='host')."
+            "holds strings, which devices do not take. Of labels, after dropna, write "
+            "codes, names = pd.factorize(labels), of features pd.get_dummies(frame); "
+            "or leave it out, or give distribute_dataset strings='host'."
         )
     # JAX would silently convert long doubles ("g", "G") to float64.
     elif dtype.char in "OgG" or not _jax.is_array_dtype(dtype):
         what = (
-            f"has dtype {dtype}, which JAX does not have. Pad ragged rows to one shape,"
-            " and make numbers of dates and others, as with array.astype('float32')."
+            f"has dtype {dtype}, which JAX lacks. Drop missing values, pad rows, write "
+            "(x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
         )
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))

@@ -65,15 +65,27 @@ def _windows(eqn: Equation) -> Iterator[_Window]:
         yield _Window(dim, size, stride, padding, images[dim], outputs[out])
 
 
-def may_shard(shape: tuple[int, ...], dim: int, eqn: Equation) -> bool:
-    """Returns whether XLA may shard images like a map of positions or a flat matrix."""
+def may_shard(
+    shape: tuple[int, ...], dim: int, eqn: Equation, count: int, *, is_part: bool
+) -> bool:
+    """Returns whether XLA may shard images, but over a part of the axes, as this dim.
+
+    It would be a map of positions or a flat matrix: with `is_part`, over some of the
+    axes, else with too many shards for the first dim of the images.
+    """
     (lhs, rhs, _), size = eqn.params["dimension_numbers"], shape[dim]
     for var, spec in zip(eqn.invars, (lhs, rhs), strict=True):
         features, *space = (var.aval.shape[d] for d in (spec[0], *spec[2:]))
         area = math.prod(space)
         is_map = len(space) < len(shape) > dim + 1 and size in space
         is_pooled = spec is rhs and size > 8 * features and not area * features % size
-        if is_map or is_pooled or size in (area, area * features):
+        is_flat = is_pooled or size in (area, area * features)
+        flat_dims = sorted(spec[2:] if size == area else (spec[0], *spec[2:]))
+        first = next((d for d in flat_dims if var.aval.shape[d] > 1), spec[0])
+        pooled = area * features // size if is_pooled and first != spec[0] else 1
+        length = var.aval.shape[first] // round(pooled ** (1 / len(space)))
+        is_cut = is_part or (is_flat and 1 < math.gcd(length, count) < count)
+        if count > 1 and is_cut and (is_map or is_flat):
             return True
     return False
 

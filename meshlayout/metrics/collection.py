@@ -195,6 +195,9 @@ def _as_metric(name: str, metric: object) -> Any:
         fact = f"is a class; give an instance: {metric.__name__}()."
     elif isinstance(metric, str):
         fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
+    elif inspect.isfunction(metric):
+        fact = "is no metric: return its value per example as an output of the loss "
+        fact += f"function, and write ml.metrics.Mean(values={name!r})."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (
             f"is not a metric such as {_EXAMPLE}: it must have {', '.join(_PROTOCOL)}, "

@@ -187,7 +187,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values for some fields; `tx` is the optimizer."""
+        """Returns this state with new values of some fields; `tx` is the optimizer."""
         known = {"tx", *(field.name for field in dataclasses.fields(self))}
         for name in changes.keys() - known:
             _checks.option("TrainState.replace", name, sorted(known))

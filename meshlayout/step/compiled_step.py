@@ -125,10 +125,10 @@ class _StepProgram:
     def caller(self, args: PyTree, kwargs: PyTree, *, donates: bool) -> Any:
         """Returns what runs calls like one with these arguments, and refuses others.
 
-        A loop passes on a TrainState and metrics, whose arrays the program has made:
-        one of them tells whether the state was used up. Others have to be looked at,
-        as JAX would compile again without a word, or (0.10, on several devices) end the
-        process for an array that was used up or is donated twice.
+        In a loop, the program itself made the arrays of the TrainState and metrics: one
+        of them tells whether the state was used up. Other arrays must be checked, as
+        JAX would silently recompile, or (0.10, on several devices) end the process for
+        an array that was used up or is donated twice.
         """
         jitted, flatten, ref = self.jitted, default_registry.flatten, weakref.ref
         if not self.is_spread:  # where JAX itself refuses them

@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
+from meshlayout._paths import leaf_names
 from meshlayout.errors import StepError
 from meshlayout.exchange.halos import is_sure, may_shard
+from meshlayout.metrics import Metrics
 
 
 _Axes: TypeAlias = frozenset[str]
@@ -36,7 +38,7 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
     (state, *rest), named = call
-    batch = rest, named
+    batch = [x for x in rest if not isinstance(x, Metrics)], named
     params = jax.tree.leaves(getattr(state, "params", state))  # without slots
     leaves = [*params, *jax.tree.leaves(batch)]
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
@@ -44,6 +46,8 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     unknown = [i for i in traced if shardings[i] is None]
     waiting = set(unknown)
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
+    names = leaf_names(getattr(state, "params", state))
+    paths = {np.shape(x): name for x, name in zip(params, names, strict=False)}
     # Besides the arguments, where the compiler has no choice.
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
@@ -54,7 +58,7 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     def find() -> _Axes:
         meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
         arrays = list(map(_array, map(np.shape, leaves), shardings))
-        step = kernels, fixed, arrays[: len(params)], arrays[len(params) :]
+        step = kernels, paths, fixed, arrays[: len(params)], arrays[len(params) :]
         sizes, is_late = meshes[0].shape if meshes else {}, bool(unknown)
         hidden = [_hidden(x, sizes, *step, is_late=is_late) for x in windows if sizes]
         return _Axes().union(*hidden)
@@ -97,6 +101,7 @@ def _hidden(
     eqn: Equation,
     sizes: Mapping[str, int],
     kernels: set[tuple[int, ...]],
+    paths: Mapping[tuple[int, ...], str],
     fixed: Sequence[_Array],
     params: Sequence[_Array],
     batch: Sequence[_Array],
@@ -116,7 +121,8 @@ def _hidden(
     fixed = [x for x in fixed if len(x[0]) == rank and x[0] not in kernels]
     if any(images.sharding.spec):  # on Explicit axes
         fixed.append(_array(images.shape, images.sharding))
-    arrays = [*fixed, *([x for x in batch if len(x[0]) >= rank] or batch)]
+    image_rank = min(rank, max((len(shape) for shape, _ in batch), default=0))
+    arrays = [*fixed, *(x for x in batch if len(x[0]) >= image_rank)]
     cuts: set[tuple[_Axes, _Axes]] = set()  # of rows, and of space
     shards: dict[int, int] = {}
     for shape, array_axes in arrays:
@@ -132,7 +138,7 @@ def _hidden(
     space = _Axes().union(*(space for _, space in cuts))
     spare = _Axes().union(*(every - rows - space for rows, space in cuts))
     used = _Axes().union(*(axes for _, dims in params for axes in dims))
-    wrong = is_stuck = _Axes()
+    wrong, is_stuck, cause = _Axes(), _Axes(), ""
     if space:
         # Right if nothing else is sharded over these axes, and no channels over others.
         wrong = (space | spare) & used
@@ -147,8 +153,11 @@ def _hidden(
         for shape, dims in params:
             is_kernel = any(shape[-len(k) :] == k for k in kernels)
             for dim, axes in enumerate(() if is_kernel else dims):
-                if axes & spare not in (_Axes(), spare) and may_shard(shape, dim, eqn):
-                    wrong = spare
+                count = math.prod(sizes[axis] for axis in axes & spare)
+                is_part = axes & spare != spare
+                if may_shard(shape, dim, eqn, count, is_part=is_part):
+                    wrong, name = spare, paths.get(shape, "a parameter")
+                    cause = f"dim {dim} of {name!r} may shard images in space"
         groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
         if groups > 1 and any(rows for rows, _ in cuts):
             # Right if channels are over the spare axes, whole groups of them, and free.
@@ -161,14 +170,22 @@ def _hidden(
             wrong |= wrong if is_right else spare
     others = every.difference(every.intersection(*(rows for rows, _ in cuts)))
     if wrong and (is_stuck or is_late or fixed or manual or others & named):
-        what = "multiply the gradient of a convolution's kernel"
-        what = what if is_gradient else f"wrongly compute {eqn.primitive.name}"
-        axes = ", ".join(map(repr, sorted(wrong)))
-        rows = tuple(axis for axis, size in sizes.items() if size > 1)
+        array = _render.array_text(eqn.outvars[0].aval.dtype, kernel)
+        what = f"multiply the gradient of a convolution's kernel {array}"
+        what = what if is_gradient else f"wrongly compute {eqn.primitive.name} {array}"
+        what += f" along the mesh axes {', '.join(map(repr, sorted(wrong)))}"
+        if cause:
+            raise StepError(f"XLA would {what}, as {cause}: shard another dim of it.")
+        rows, rule = tuple(axis for axis, size in sizes.items() if size > 1), ""
+        free = tuple(axis for axis in rows if axis in others)
+        if is_gradient and free:
+            dims = [free if dim == numbers.out_spec[1] else None for dim in range(rank)]
+            path = paths.get(kernel, "its path")
+            rule = f", as by the rule {{{path!r}: {tuple(dims)}}} or ml.parallel."
+            rule += "tensor_parallel(...)"
         raise StepError(
-            f"XLA would {what} {_render.array_text(eqn.outvars[0].aval.dtype, kernel)} "
-            f"along the mesh axes {axes}. Two layouts are right, of images that are "
-            f"whole in space: their rows over all axes, {rows}; or the channels of "
-            "kernels and images over the axes without rows."
+            f"XLA would {what}. Two layouts are right, of images that are whole in "
+            f"space: their rows over all axes, {rows}; or the channels of kernels and "
+            f"images over the axes without rows{rule}."
         )
     return others if wrong else wrong

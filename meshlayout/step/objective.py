@@ -253,11 +253,11 @@ def check_batch(batch: Batch, key: str | int | None) -> None:
     weights = get_weights(batch, key)
     # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
     on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
-    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
-        raise StepError(
-            f"the weights of a batch must be finite and not negative; {key!r} has "
-            f"values from {weights.min()} to {weights.max()}."
-        )
+    is_wrong = ~((weights >= 0) & np.isfinite(weights)) if on_host else np.False_
+    if is_wrong.any():
+        wrong, first = f"{is_wrong.sum()} of {is_wrong.size}", weights[is_wrong][0]
+        fact = f"weights must be finite and not negative; of {key!r}, {wrong} are not,"
+        raise StepError(f"{fact} such as {first}.")
 
 
 def make_loss(

@@ -243,7 +243,8 @@ class TrainerInput:
             self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
                 "every device computes all of it. To have it padded, return one loss "
-                "per example; if it is a tuple, also give Trainer weights=2."
+                "per example. If batches are tuples, also write x, y, *_ = batch and "
+                "give Trainer weights=2, or use dicts."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.
@@ -332,10 +333,16 @@ def checked_columns(
             used = [name for name in known if name in names]
             known = names if by_name else used or known
         if names != known:
-            texts = (", ".join(map(str, each)) for each in (names, known))
-            mine, theirs = (textwrap.shorten(text, 200) for text in texts)
+            lacks = [name for name in known if name not in names]
+            sides = names, known, lacks, [name for name in names if name not in known]
+            texts = (", ".join(map(str, each)) or "-" for each in sides)
+            mine, theirs, less, more = (textwrap.shorten(text, 200) for text in texts)
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
-            raise MeshLayoutError(f"{msg} {theirs}: give them in that order.")
+            way = "give them in that order."
+            if less != more:
+                way = f"missing: {less}; extra: {more}. Write frame.reindex("
+                way += "columns=columns, fill_value=0), with the columns of fit."
+            raise MeshLayoutError(f"{msg} {theirs}: {way}")
     return columns
 
 

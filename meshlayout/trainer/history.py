@@ -38,13 +38,14 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
         self.stopped = ""
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Adds an epoch, by its number from 1, and its values by name."""
+        """Adds an epoch, by its number from 1, or more values to the last one."""
+        if self.epochs[-1:] != [epoch]:
+            self.epochs.append(epoch)
         # A name that is new in this epoch gets NaN for the epochs before it.
-        for name in logs:
-            self.setdefault(name, [math.nan] * len(self.epochs))
-        self.epochs.append(epoch)
-        for name, values in self.items():
-            values.append(logs.get(name, math.nan))
+        for name in {**self, **logs}:
+            values = self.setdefault(name, [math.nan] * (len(self.epochs) - 1))
+            value = logs.get(name, math.nan)
+            values[len(self.epochs) - 1 :] = [value if np.ndim(value) else float(value)]
 
     def plot(self, *names: str) -> Curves:
         """Returns curves of some or all metrics, to print or to show in a notebook.
@@ -53,6 +54,7 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
         """
         return Curves.of(self.epochs, {name: self[name] for name in names or self})
 
+    @_checks.user_call
     def __missing__(self, name: str) -> NoReturn:
         known, near = ", ".join(map(repr, self)) or "nothing yet", unseen(name, self)
         raise KeyError(f"the history has no {name!r}, only {known}.{near}")
@@ -76,7 +78,8 @@ def unseen(name: str, known: Collection[str]) -> str:
     """Returns a sentence on a value that is not among the known ones."""
     if str(name).startswith("val_") and not any(x[:4] == "val_" for x in known):
         return " Give fit validation_data= or validation_split=."
-    return did_you_mean(name, known)
+    longer = [x for x in known if x.startswith(str(name))]  # as 'acc' of 'accuracy'
+    return did_you_mean((longer or [name])[0], known)
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

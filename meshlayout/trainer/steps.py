@@ -112,6 +112,11 @@ class TrainerSteps:
         note += "" if is_bare else "; for inputs alone write predict(x, ...)"
         with _checks.noted(note):
             if loss_fn is None or is_bare:
+                keys = [*inputs] if isinstance(inputs, Mapping) else range(len(leaves))
+                names = [name for name in signature(model).parameters if name in keys]
+                call = ", ".join(f"b[{key!r}]" for key in names or keys)
+                hint = f"Give predict_fn=lambda model, b: model({call})."
+                _checks.function("model", model, "batch", hint=hint)
                 return model(leaves[0] if len(leaves) == 1 else inputs)
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:

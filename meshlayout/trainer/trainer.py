@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _checks, errors
+from meshlayout import _checks, _jax, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
@@ -45,10 +45,10 @@ from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN_LOSS = (
-    "the loss is NaN, as NaN in the data makes it, or labels that are not below the "
-    "number of classes (-1 counts as the last one). Parameters that are NaN stay so: "
-    "create the state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] "
-    "stops, on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
+    "the loss is NaN, as NaN in the data makes it, or labels or embedding indices out "
+    "of range (-1 counts as the last one). Parameters that are NaN stay so: create the "
+    "state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] stops, "
+    "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
 )
 
 
@@ -70,7 +70,8 @@ class Trainer(_checks.WithReflexes):
         state: A `TrainState`, or for subclasses any tree of arrays. It is used up.
         loss_fn: As for `make_train_step`; omit it if a subclass overrides the steps.
         metrics: Metrics besides the loss, by name.
-        layouts: The layout map that `constrain` applies in the model.
+        layouts: The layout map that `constrain` applies in the model; the parameters'
+            own goes to `TrainState.create`.
         predict_fn: A function of a model in evaluation mode and a batch, for `predict`.
         pad: Whether batches get weights and padding where possible.
         **options: Options of `make_train_step`, such as `clip_norm=1.0`. With
@@ -114,6 +115,8 @@ class Trainer(_checks.WithReflexes):
         has_own = type(self).train_step is not Trainer.train_step
         if isinstance(state, TrainState):
             state._refuse_used_up()
+            if layouts is not None:
+                _check_layouts(state, layouts)
         elif loss_fn and not has_own and jax.tree.leaves(state):  # else it comes later
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
@@ -388,14 +391,16 @@ class Trainer(_checks.WithReflexes):
         """Refuses a callback whose value will never exist, as soon as that is known."""
         has_val = self._validation is not None
         names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
-        is_own = type(self).eval_step is not Trainer.eval_step
+        is_own, may_add = type(self).eval_step is not Trainer.eval_step, False
         for callback in self._callbacks:
+            # A user's callback may add values, which later ones can watch.
+            may_add |= not callback.__module__.startswith("meshlayout.")
             name = callback._monitor
-            if not name or name in names or name in self.history:
+            if not name or may_add or name in names or name in self.history:
                 continue
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):
-                known = ", ".join(map(repr, metrics)) or "what a step returns"
+                known = ", ".join(map(repr, names)) or "what a step returns"
                 fact = f"there will be no {name!r}, only {known}.{unseen(name, names)}"
                 raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
 
@@ -408,8 +413,13 @@ class Trainer(_checks.WithReflexes):
             raise Preempted(self.position.step)
 
     def _evaluate(self, source: TrainerInput) -> dict[str, Any]:
-        metrics: Metrics | None = None
-        for (placed,) in source.groups():
+        metrics, limit = None, 10 * self.position.step_in_epoch + 100
+        for number, (placed,) in enumerate(source.groups()):
+            if number == limit and source is self._validation:
+                fact = f"validation has not ended after {number} batches: is its data"
+                self._report.warn(
+                    f"{fact} endless? Use lambda: itertools.islice(data, n)."
+                )
             with noted_batch(source.where, placed.batch):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)
@@ -420,6 +430,8 @@ class Trainer(_checks.WithReflexes):
         for callback in self._callbacks:
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
+                if moment == "on_epoch_end":  # it may have added values of its own
+                    self.history.add(*args)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave examples out; a mean cannot."""
@@ -434,3 +446,14 @@ class Trainer(_checks.WithReflexes):
             except (errors.LossError, errors.MetricError):
                 self._pads = False
         return self._pads is not False
+
+
+def _check_layouts(state: TrainState, layouts: LayoutMap) -> None:
+    """Refuses a state on another mesh, or with parameters that do not follow a map."""
+    now: Any = _jax.sharding_of(state.step)
+    params = layouts.resolve(state.params).resolutions
+    # To a map for activations alone, parameters are whole.
+    others = [x for x in params if x.placed and not x.layout.is_fully_replicated]
+    if others or getattr(now, "mesh", None) not in (None, layouts.mesh.jax_mesh):
+        msg = "Trainer: the state does not lie as layouts= says. Give them to"
+        raise MeshLayoutError(f"{msg} TrainState.create(build, optimizer, layouts).")

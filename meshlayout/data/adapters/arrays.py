@@ -87,12 +87,17 @@ def array_rows(tree: PyTree) -> Rows:
         msg = "rows are paired by position, not by index, and the index has one order"
         _log.warning(f"{msg} in x and another in y: perhaps write y.loc[x.index].")
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
+    for path, column in columns.items():
+        is_code = column.dtype.kind == "i" and column.ndim == 1
+        if is_code and column.min(initial=0) == -1 and not column.all():  # has a 0
+            msg = f"{leaf_text(path)} has rows of -1, as pandas codes missing values."
+            _log.warning(f"{msg} As a class or an index, it is the last one.")
     sizes = {column.shape[:1]: path for path, column in columns.items()}
     if len(sizes) > 1 or () in sizes:
-        first = [(path, columns[path]) for path in sizes.values()]
+        first = [(path, columns[path]) for path in sizes.values()][:3]
         shapes = [f"{leaf_text(p)} {x.dtype}{[*x.shape]}" for p, x in first]
         msg = "the first dim of every array counts the examples, and must be the same."
-        raise DataError(f"{' and '.join(shapes)}: {msg}")
+        raise DataError(f"{' and '.join(shapes)}: {msg} Of a list, write np.stack(x).")
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch

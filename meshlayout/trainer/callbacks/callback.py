@@ -2,7 +2,7 @@
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Trainer: TypeAlias = "trainer_module.Trainer"
 """The trainer, which imports the callbacks."""
 
-Logs: TypeAlias = Mapping[str, Any]
+Logs: TypeAlias = dict[str, Any]
 """An epoch's values by name: floats, or arrays for metrics that have dims."""
 
 
@@ -63,6 +63,7 @@ class Callback:
         """Called after an epoch and its validation; the history already has it.
 
         `logs` holds its values by name; names of validation values begin with `val_`.
+        What you add to it is in the history, and later callbacks can watch it.
         """
 
     def on_fit_end(self, trainer: Trainer) -> None:
