@@ -467,9 +467,18 @@ def test_gradients_may_be_results_and_arguments(two):
         two.run(update, args=(grads,))
     mean = two.reduce("MEAN", grads, axis=None)
     np.testing.assert_allclose(mean["weight"], ROWS.mean(axis=0) / 2)
-    two.run(update, args=(mean,))
-    np.testing.assert_allclose(model.weight, 1 - 3 * ROWS.mean(axis=0))
-    np.testing.assert_allclose(model.bias, -3)
+    weight = nnx.Variable(jnp.zeros(3), aggregation="sum")
+
+    def accumulate(grads):
+        weight[...] += grads["weight"] / 2
+        update(nnx.State({**mean, "weight": nnx.Param(weight[...])}))
+
+    two.run(accumulate, args=(grads,))  # these are the same on both replicas,
+    two.run(update, args=(mean,))  # and are not added up
+    two.run(lambda: update(mean))
+    two.run(lambda: update(jax.tree.map(lambda x: 2 * x, mean)))
+    np.testing.assert_allclose(model.weight, 1 - 4.5 * ROWS.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(model.bias, -4.5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -31,6 +31,7 @@ from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.replica_trace import (
+    GIVEN,
     MARKS,
     MarksNeeded,
     ReplicaTrace,
@@ -251,7 +252,7 @@ class ReplicaProgram:
             ReplicaTrace(context, value_of, **options) as trace,
         ):
             for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
-                trace.note_terms(x, frozenset([id(x)]))
+                trace.note_terms(x, frozenset([id(x), GIVEN]))
             args, kwargs = arguments.unflatten(arrays)
             result = fn(*args, **kwargs)
             trace.check_attributes(self._name)
