@@ -28,7 +28,7 @@ from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.exchange.halos import run_without
-from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import Kinds, StepInspection, changes_of
@@ -359,8 +359,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._last else ""
-        layouts = self._options["layouts"]
-        scope = activate(layouts) if layouts else contextlib.nullcontext()
+        scope = applied(self._options["layouts"], self._named(args, kwargs))
         inner = functools.partial(self._inner, *args, **kwargs)
         with _jax.ambient_mesh(program.mesh), scope:
             # Until all agree, it is behind those that run this call already.
