@@ -26,7 +26,7 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import RecompileWarning, StepError, stack_level
+from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
 from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.metrics import Metrics
@@ -209,7 +209,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._check(args, kwargs)
         mesh = _mesh_of(map(layout_of, leaves))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
-            whole = NamedSharding(mesh, PartitionSpec())
+            named, whole = (
+                self._named(args[:1], {}),
+                NamedSharding(mesh, PartitionSpec()),
+            )
+            new = [k for k, x in named.items() if jnp.ndim(x) and not layout_of(x)]
+            if new and type(args[0]) is TrainState and layout_of(args[0].step):
+                text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
+                text += ". To shard it, write ml.relayout(x, layout)."
+                warnings.warn(text, LayoutWarning, stacklevel=stack_level())
             state = jax.tree.map(
                 lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
             )
