@@ -222,19 +222,32 @@ def test_reflexes_of_other_libraries_are_answered(state):
         *((data, name) for name in ("take", "shuffle", "batch", "repeat")),
         (ml.LayoutMap(mesh), "scope"),
         (mesh.layout(), "sharding_specs"),
-        (iter(data), "get_next"),
+        (iter(data), "get_next_as_optional"),
         (ml.distribute.get_replica_context(), "merge_call"),
-        (value(jnp.ones(8), num_replicas=8), "numpy"),
+        *((value(jnp.ones(8), num_replicas=8), name) for name in ("numpy", "mean")),
+        *((ml, name) for name in ("DeviceMesh", "TensorLayout", "DTensorCheckpoint")),
         (ml, "GradientTape"),
     ]:
         said = error(lambda: getattr(owner, name))  # noqa: B023
         assert re.search(rf"has no (attribute )?'{name}'. (Write|Names) ", said), said
     tpu = ml.distribute.TPUStrategy
+    assert "Layout(['batch', None], mesh)" in message_of(ml.Layout, sharding_specs=[])
+    save = ml.Checkpointer("unused").save
+    assert message_of(save, 2, model=state).endswith("data, metadata, metrics, force.")
+    mirrored = ml.distribute.MirroredStrategy
+    assert "4 is not a device. Give a list, such as jax" in message_of(mirrored, 4)
+    coordinator = message_of(
+        ml.distribute.ClusterCoordinator, mirrored(["/device:CPU:0"])
+    )
+    assert coordinator.endswith("Others need no coordinator: call their run.")
     assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
     assert "resolver out: ml.initialize()" in message_of(tpu, "x")
     torch = {  # attributes of PyTorch's modules, functions and options
         state: "to cuda train eval parameters state_dict load_state_dict",
-        ml: "fully_shard FullyShardedDataParallel init_process_group",
+        ml: "fully_shard FullyShardedDataParallel init_process_group distribute_tensor "
+        "init_device_mesh list_devices dtensor",
+        ml.parallel: "ModelParallel ColwiseParallel parallelize_module",
+        ml.distribute: "RunOptions InputOptions VariableSynchronization cluster_resolver",
     }
     for owner, names in torch.items():
         for name in names.split():
@@ -255,7 +268,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         assert message_of(make, precision=precision).endswith(f"mean {near!r}?")
     assert "got the class Linear. " in message_of(make, remat=nnx.Linear)
     for owner, name in [
-        *((state, "half"), (ml, "DataParallel")),
+        *((state, "half"), (ml, "Shard")),
         (ml.Checkpointer("unused"), "load"),
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023

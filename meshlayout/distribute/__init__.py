@@ -4,9 +4,7 @@ Use them for code written per replica, such as code from TensorFlow. A strategy 
 mesh, a layout map that replicates everything, and `run`.
 """
 
-import typing
-
-from meshlayout import _checks
+from meshlayout._checks import names_of
 from meshlayout.collectives import (
     ReduceOp as ReduceOp,
     ReplicaContext as ReplicaContext,
@@ -38,7 +36,4 @@ from meshlayout.distribute.strategy import (
 from meshlayout.distribute.values import PerReplica as PerReplica
 
 
-if not typing.TYPE_CHECKING:  # to which every misspelled name would be right
-
-    def __getattr__(name: str) -> object:
-        _checks.unknown(f"module {__name__!r}", globals(), name)
+vars()["__getattr__"] = names_of(vars())
