@@ -20,11 +20,11 @@ class Example:
 
     Attributes:
         description: What it is, for `--help`.
-        variants: By `"nnx"` and `"linen"`: what makes it for a number of labels or
-            tokens; an NNX module takes `rngs=`, too.
-        file: Where its own layout maps are at the foot, if it has any.
+        variants: By `"nnx"` and `"linen"`: a function that makes it for a number of
+            labels or tokens; an NNX module also takes `rngs=`.
+        file: The file with its own layout maps at the foot, if it has any.
         reads_text: Whether it is a language model.
-        changes: By `--layouts`, the sizes and functions in its config that are other.
+        changes: By `--layouts`, the sizes and functions in its config that differ.
     """
 
     description: str
@@ -44,7 +44,7 @@ OWN_LAYOUTS = ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP", "FSDP_MODEL_PARALLEL")
 
 
 class LinenGPT(nn.Module):
-    """The language model of `models/gpt.py`, for what takes a Flax module."""
+    """The language model of `models/gpt.py`, as a Flax module."""
 
     config: gpt.GPTConfig
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m models.train`: its options, and what they may be."""
+"""The command line of `python -m models.train`: its options and their values."""
 
 import argparse
 import math
@@ -17,10 +17,9 @@ class Layouts:
     """A choice of `--layouts`.
 
     Attributes:
-        title: What a run with it is called.
-        axes: The mesh axes that it shards something over, besides the batch.
-        mesh: The mesh if none is named; on devices that its sizes do not divide, these
-            are 1.
+        title: The title of a run with it.
+        axes: The mesh axes that it uses besides the batch's.
+        mesh: The mesh if none is named; sizes that do not divide the devices become 1.
         models: The models that it is for, the first one by default; none for all.
     """
 
@@ -160,7 +159,7 @@ def command_line() -> argparse.ArgumentParser:
         "--virtual-devices",
         type=int,
         metavar="N",
-        help="how many devices a CPU stands for (default: 8); on GPU and TPU the real "
+        help="number of virtual devices on a CPU (default: 8); on GPU and TPU the real "
         "devices are used",
     )
     mesh.add_argument(
@@ -254,7 +253,7 @@ def command_line() -> argparse.ArgumentParser:
         "--remat",
         choices=("none", "blocks", "full"),
         default="none",
-        help="what the backward pass computes again instead of keeping it (default: "
+        help="what the backward pass recomputes instead of storing it (default: "
         "%(default)s)",
     )
     training.add_argument(
@@ -266,7 +265,7 @@ def command_line() -> argparse.ArgumentParser:
     training.add_argument(
         "--resume",
         action="store_true",
-        help="begin after the newest epoch saved in --checkpoint-dir",
+        help="continue after the newest epoch saved in --checkpoint-dir",
     )
     return parser
 
@@ -327,7 +326,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_variant(options: argparse.Namespace) -> None:
-    """Sets `options.flax` where it was left out.
+    """Sets `options.flax` if it was left out.
 
     Raises:
         OptionError: If the model has no such variant, or has a step of its own that

@@ -3,7 +3,7 @@
 `CustomTraining.train_step` and `test_step` are written for one replica and its rows of
 a batch, as if there were no others; a strategy runs them on each. `python -m
 models.custom_training` trains the convolutional classifier of Fashion-MNIST on all
-devices, saves it after each epoch, and measures what it saved last on a single device.
+devices, saves it after each epoch, and measures the last checkpoint on a single device.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class CustomTraining:
     """A model with its optimizer and metrics on all replicas, and their two steps.
 
     Args:
-        strategy: What runs the steps.
+        strategy: The strategy that runs the steps.
         build: Returns the model.
     """
 
@@ -64,7 +64,7 @@ class CustomTraining:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The state to save."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     # On each replica.
@@ -105,7 +105,7 @@ class CustomTraining:
         return self.strategy.reduce("SUM", losses, axis=None)
 
     def train(self, batches: Iterable[Inputs]) -> float:
-        """Trains on batches: of an epoch, or as many as an iterator gives.
+        """Trains on batches: those of an epoch, or of an iterator.
 
         Returns:
             The mean of the batches' losses.
@@ -145,14 +145,16 @@ def command_line() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--rows", type=int, default=64, help="rows of a batch for each replica")
-    add("--limit-train", type=int, help="how many training images; all by default")
-    add("--limit-test", type=int, help="how many test images; all by default")
-    add("--checkpoint-dir", help="where to save; by default a temporary directory")
+    add("--limit-train", type=int, help="number of training images; by default all")
+    add("--limit-test", type=int, help="number of test images; by default all")
+    add(
+        "--checkpoint-dir", help="directory for checkpoints; by default a temporary one"
+    )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, saves, and tests what was saved; returns the exit status."""
+    """Trains, saves, and tests the checkpoint; returns the exit status."""
     options = command_line().parse_args(arguments)
     ml.virtual_devices(8)
     strategy = ml.distribute.MirroredStrategy()

@@ -1,4 +1,4 @@
-"""Datasets in memory, and their batches: images, and the text that Python carries.
+"""Datasets in memory, and their batches: images, and text that comes with Python.
 
 `load_dataset` looks in three places, in this order, and the dataset records which of
 them it comes from: a prepared TFDS directory; TFDS's download; and for Fashion-MNIST a
@@ -60,7 +60,7 @@ class Split:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a batch has rows of, by name."""
+        """The arrays that batches take rows from, by name."""
         return {"image": self.images, "label": self.labels}
 
     def pixel_statistics(self) -> tuple[float, float]:
@@ -95,7 +95,7 @@ class Text:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a batch has rows of, by name."""
+        """The arrays that batches take rows from, by name."""
         return {"tokens": self.tokens}
 
     def first(self, num_examples: int | None) -> "Text":
@@ -113,7 +113,7 @@ class Dataset:
         num_classes: The number of labels or tokens.
         train: The training examples.
         test: The test examples.
-        remark: What else a user should know; empty or whole sentences.
+        remark: Other sentences for the user, or empty.
     """
 
     name: str
@@ -223,7 +223,7 @@ def read_carried_part(why: str) -> Dataset:
 
 
 def tutorial_data_dir() -> Path:
-    """Returns the directory from which the notebooks read Fashion-MNIST in a checkout.
+    """Returns the directory from which notebooks read Fashion-MNIST in a checkout.
 
     That is TFDS's own if the dataset is there or can be downloaded. Without internet it
     is one with the carried part, which is prepared there the first time.

@@ -62,9 +62,9 @@ def describe_state(
     """Describes the states of both models, each with its own Adam.
 
     Args:
-        layouts: Where the parameters go: for both models, or by model.
-        learning_rate: Of both optimizers.
-        hidden_features: Of both models.
+        layouts: The layouts of the parameters, for both models or by model.
+        learning_rate: The learning rate of both optimizers.
+        hidden_features: Hidden features of both models.
         seed: Seeds the parameters and the noise.
     """
     is_one = isinstance(layouts, ml.LayoutMap)
@@ -145,7 +145,7 @@ class GANTrainer(ml.Trainer):
     """Trains both models: a custom step in the library's loop.
 
     Args:
-        state: What `create_state` returns.
+        state: The result of `create_state`.
         mesh: The mesh of the state.
     """
 

@@ -1,7 +1,7 @@
 """The GAN's part of `python -m models.train`: two models with a step of their own.
 
-What other models share, in models/runs.py, is about one model and its accuracy. Here
-the library's Trainer does the rest, as for any custom step.
+The code that other models share, in models/runs.py, is for one model and its accuracy.
+Here the library's Trainer does the rest, as for any custom step.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
 """A decoder-only language model in JAX alone: its parameters are a dict of arrays.
 
-Rotary positions, root-mean-square normalization, attention in which several query
-heads may share a key and value head, and a gated MLP. Nothing of Flax is in here:
-`init` makes the parameters, `apply` calls the model. Matrices keep heads as a dim:
-`query` is (features, heads, head features). Every product is an einsum.
+Rotary positions, root-mean-square normalization, attention in which several query heads
+may share a key and value head, and a gated MLP. It does not use Flax: `init` makes the
+parameters, `apply` calls the model. Matrices keep heads as a dim: `query` is (features,
+heads, head features). Every product is an einsum.
 
 Layers are a list of dicts, or one dict of arrays stacked along a first dim, through
 which `apply` scans. It is written for one device and has no layout map: the ready-made
-rules of `meshlayout.parallel` read what they need off the model.
+rules of `meshlayout.parallel` derive layouts from the model.
 """
 
 from collections.abc import Mapping

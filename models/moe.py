@@ -3,7 +3,7 @@
 The `Transformer` with a mixture of experts in place of each MLP: a router sends every
 token to the `choices` experts of the highest probability, and adds what they return,
 weighted. Without a `capacity_factor` no token is dropped, however many an expert gets;
-with it, each expert takes so many tokens of a sequence at most.
+with it, each expert takes at most that many tokens of a sequence.
 
 Both variants are written for one device, where `ml.parallel.dispatch` only sorts tokens
 by expert. On a mesh with the axis `expert`, over which the layouts at the foot of this
@@ -38,11 +38,11 @@ class MoEConfig(TransformerConfig):
     Attributes:
         num_experts: Experts in each block.
         choices: How many of them each token is sent to.
-        capacity_factor: How many times its share of a sequence's tokens an expert
-            takes; None for all that are sent to it.
-        balance_weight: What the loss of an uneven load is multiplied by.
-        z_weight: What the loss of large router logits is multiplied by.
-        expert_axis: The mesh axis that experts are spread over, if the mesh has it.
+        capacity_factor: The capacity of an expert, as a multiple of its even share of a
+            sequence's tokens; None for no limit.
+        balance_weight: The factor of the loss for an uneven load.
+        z_weight: The factor of the loss for large router logits.
+        expert_axis: The mesh axis that shards experts, if the mesh has it.
     """
 
     num_experts: int = 8
@@ -159,7 +159,7 @@ def z_losses(logits: jax.Array) -> jax.Array:
 def apply_experts(
     params: Mapping[str, jax.Array], rows: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Returns what experts make of the rows of each.
+    """Returns the outputs of experts for the rows of each.
 
     Those of one expert after those of another, shape (n, features), as `group_sizes`
     counts them, int32 of shape (experts,).

@@ -77,7 +77,7 @@ def conv(
         features: Features of its output.
         size: Height and width of its window.
         strides: Steps of its window, in pixels.
-        rngs: Where its initial values come from.
+        rngs: The source of its initial values.
         **options: For `nnx.Conv`, such as `padding`.
     """
     return nnx.Conv(
@@ -236,11 +236,11 @@ class ResNet50(nnx.Module):
 
 
 def synchronize_norms(model: nnx.Module, axis_name: str | None = "batch") -> None:
-    """Lets replicas of a strategy normalize with the statistics of all of them.
+    """Makes a strategy's replicas normalize with the statistics of all of them.
 
     A function that `Strategy.run` calls sees the images of one replica, and so does
-    batch normalization, as in TensorFlow. Use this where each has too few of them, or
-    to get the numbers of one device.
+    batch normalization, as in TensorFlow. Use this if each has too few of them, or to
+    get the numbers of one device.
 
     Args:
         model: The model; its layers are changed.

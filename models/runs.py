@@ -46,7 +46,7 @@ Step = Callable[[ml.TrainState, Batch], tuple[ml.TrainState, ml.metrics.Metrics]
 
 
 class TrainingError(Exception):
-    """Training went wrong, or two runs that should agree do not."""
+    """Training failed, or two runs that should agree do not."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Training:
         seed: Seeds the order of the training examples.
         step_options: For `ml.make_train_step`, such as `accumulate=4`.
         checkpoint_dir: Where to save the state after each epoch; None for nowhere.
-        resume: Whether to begin after the newest epoch that was saved there.
+        resume: Whether to continue after the newest epoch saved there.
     """
 
     epochs: int
@@ -116,8 +116,8 @@ def image_loss(pixel_mean: float, pixel_deviation: float) -> LossFunction:
     """Returns the loss function of a classifier of images.
 
     Args:
-        pixel_mean: Subtracted from the images.
-        pixel_deviation: Divides the images afterwards.
+        pixel_mean: The mean to subtract from images.
+        pixel_deviation: The divisor of the shifted images.
     """
 
     def loss_fn(
@@ -150,10 +150,10 @@ def make_steps(
     """Returns the compiled steps for training and for testing.
 
     Both measure the mean loss and the accuracy over a batch's examples. Padding has
-    weight 0 and counts for nothing, in batch statistics, too.
+    weight 0 and does not count, even in batch statistics.
 
     Args:
-        loss_fn: `token_loss`, or what `image_loss` returns.
+        loss_fn: `token_loss`, or a result of `image_loss`.
         options: For `ml.make_train_step`, such as `accumulate=4`.
     """
     metrics = {"accuracy": ml.metrics.Accuracy()}
@@ -236,7 +236,7 @@ def train(
         title: Names the run in a comparison.
         state: The initial state, on the mesh; it is donated.
         mesh: The mesh of the run.
-        dataset: What to train and test on.
+        dataset: The data to train and test on.
         plan: How long to train, and how.
 
     Raises:
@@ -327,7 +327,7 @@ def host_arrays(tree: Any) -> list[np.ndarray]:
 
 
 def compare(first: Run, second: Run, num_test_examples: int) -> None:
-    """Prints how far apart two runs are that should have learned the same.
+    """Prints how far apart two runs are that should have learned the same thing.
 
     Raises:
         TrainingError: If they are further apart than rounding explains.

@@ -90,14 +90,14 @@ def run(
     settings: list[Setting],
     initial: list[dict[str, ml.state.StateDescription[ml.TrainState]]],
 ) -> int:
-    """Explains or trains what was asked for; returns the exit status.
+    """Explains or trains what was requested; returns the exit status.
 
     Args:
         program: Its name, for messages.
         options: The command line's.
         settings: One run, or two to compare.
-        initial: For each, the states that it begins with, by the name of their model,
-            which is empty where there is only one.
+        initial: For each, its initial states by the name of their model, which is empty
+            if there is only one.
     """
     plan = Training(
         epochs=options.epochs,
@@ -230,7 +230,7 @@ def print_layouts(setting: Setting, states: dict[str, ml.TrainState]) -> None:
 
 
 def check_dataset(options: argparse.Namespace) -> int:
-    """Returns how many labels or tokens the dataset has, which is not read yet.
+    """Returns the number of labels or tokens of the dataset, without reading it.
 
     Raises:
         OptionError: If the model cannot learn from it.
@@ -250,10 +250,10 @@ def check_dataset(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> Dataset:
-    """Reads what to train and test on.
+    """Reads the data to train and test on.
 
     Raises:
-        DataError: If it cannot be had.
+        DataError: If it is unavailable.
     """
     if EXAMPLES[options.model].reads_text:
         return load_text(TEXT_LENGTH)
@@ -270,7 +270,7 @@ def start_devices(num_virtual: int | None) -> None:
 
 
 def make_settings(options: argparse.Namespace, labels: int) -> list[Setting]:
-    """Returns the runs that were asked for: one, or two to compare.
+    """Returns the requested runs: one, or two to compare.
 
     Raises:
         OptionError: As `make_setting`, or if JAX cannot compute as asked here.

@@ -425,8 +425,7 @@ def deleted():
 
 
 NO_ARRAYS = (
-    "save: state holds no arrays, got {!r}. A function that ends without `return` "
-    "returns None."
+    "save: state holds no arrays, got {!r}. A function without a `return` returns None."
 )
 
 

@@ -350,3 +350,8 @@ BAD = {
 @pytest.mark.parametrize("code", BAD)
 def test_what_is_said_about_a_bad_mesh(code):
     assert message(code) == BAD[code]
+
+
+def test_functions_of_jax_say_which_mesh_they_take():
+    with pytest.raises(AttributeError, match=r"functions take mesh\.jax_mesh"):
+        jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("batch"))

@@ -208,7 +208,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
     )
     assert error(lambda: state.summary()).endswith("print(state) is the summary.")
     assert "Trainer(state, loss_fn" in error(lambda: ml.Trainer(state).compile())
-    assert error(lambda: ml.History().history).endswith("as history['loss'].")
+    assert error(lambda: ml.History().history).endswith("as in history['loss'].")
     strategy = ml.distribute.get_strategy()
     assert error(lambda: strategy.experimental_local_results) == (
         f"{type(strategy).__name__} has no 'experimental_local_results'. Write "
@@ -306,4 +306,4 @@ def test_a_sum_over_replicas_that_a_step_does_not_have_is_explained(state):
     with pytest.raises(NameError, match="unbound axis name: batch") as caught:
         step(state, BATCH)
     (note,) = caught.value.__notes__
-    assert note.startswith("A step is one program over the whole batch: ")
+    assert note.startswith("A step is one program over the whole batch, ")

@@ -688,6 +688,7 @@ def test_a_habit_of_another_library_is_answered_with_what_to_write(mesh, trainer
     data = examples(8)
     for call, words in {
         lambda: trainer.fit(data, validation_steps=3): "itertools.islice(batches, n)",
+        lambda: trainer.fit(data, ckpt_path="x"): "Write resume=True beside a callback",
         lambda: ml.Trainer(1, loss_fn, 2): "Trainer(ml.TrainState.create(build",
         lambda: ml.distribute_dataset(data, global_batch_size=8): "(data, mesh, global",
         lambda: ml.Checkpointer("x", save_best_only=True): "best=('val_loss', 'min')",

@@ -139,7 +139,7 @@ class Strategy(_checks.WithReflexes):
 
         Returns:
             The results of the function: plain arrays where all replicas agree, and a
-                `PerReplica` where they differ.
+            `PerReplica` where they differ.
 
         Raises:
             StrategyError: If a variable or state would differ between replicas, or the

@@ -55,11 +55,11 @@ def ring_attention(
 ) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis.
 
-    Exactly that of the whole sequence, in value and gradient (in reverse mode), in
-    memory that falls with the size of the axis: no device ever has all keys. Use this
-    for sequences too long for one device, as `attention_fn=functools.partial(
-    ring_attention, axis="seq", causal=True)` of a Flax module too. The mesh is that of
-    the step, or of `jax.set_mesh`; without one, or on one that lacks the axis or has it
+    It equals that of the whole sequence, in value and gradient (in reverse mode), in
+    memory that shrinks with the size of the axis: no device has all keys. Use this for
+    sequences too long for one device, or as `attention_fn=functools.partial(
+    ring_attention, axis="seq", causal=True)` of a Flax module. The mesh is that of the
+    step, or of `jax.set_mesh`; without one, or on one that lacks the axis or has it
     with size 1, this is `jax.nn.dot_product_attention`. Any length works, by padding.
 
     Args:

@@ -63,7 +63,7 @@ def stages(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the pattern is none; on `resolve`, if layers do not divide.
+        LayoutMapError: If the pattern is bad; on `resolve`, if layers do not divide.
 
     Examples:
         >>> import meshlayout as ml

@@ -136,13 +136,13 @@ def fsdp(
         example_inputs: What the model is called with.
         axes: The mesh axes to shard over. By default `fsdp` if the mesh has this axis,
             otherwise all axes that shard its batches.
-        min_bytes: Arrays of fewer bytes on a device, by default 8192, stay whole.
+        min_bytes: Arrays with fewer bytes on a device stay whole; by default 8192.
         call: How the model is called.
 
     Raises:
         MeshError: If the mesh has no such axis.
         LayoutMapError: If the mesh has no axis for it, `min_bytes` is not a count, or
-            the model cannot be called so.
+            the model cannot be called like this.
 
     Warns:
         LayoutWarning: If a loop reads sharded parameters and carries an activation that

@@ -52,12 +52,12 @@ def tensor_parallel(
 ) -> LayoutMap:
     r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
-    The forward program is traced, without arrays. What parameters are multiplied with
-    decides, not their names. Matrices are sharded in pairs, the first by columns and
-    the second by rows; attention by heads; embeddings by the vocabulary. So a
-    transformer block sends one all-reduce for its attention and one for its MLP, and as
-    many backward. Others stay whole, and `explain` says why. Use this if matrices are
-    too large for a device, or the batch is too small to shard more.
+    The forward program is traced, without arrays. Layouts follow from what parameters
+    are multiplied with, not from names. Matrices are sharded in pairs, the first by
+    columns and the second by rows; attention by heads; embeddings by the vocabulary. So
+    a transformer block sends one all-reduce for its attention and one for its MLP, and
+    as many backward. Others stay whole, and `explain` says why. Use this if matrices
+    are too large for a device, or the batch is too small to shard more.
 
     Args:
         mesh: The mesh.
@@ -68,7 +68,7 @@ def tensor_parallel(
             Only the shapes of arrays matter; other values are passed on.
         axis: The mesh axis to shard over; the others shard the batch.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
-            None. A loss function will do; for Linen variables `module.apply`.
+            None. A loss function works, too; for Linen variables, use `module.apply`.
         sequence: Whether to shard the features between blocks along the sequence, where
             the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.

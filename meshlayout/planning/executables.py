@@ -51,7 +51,7 @@ def compile_for(
 
     The target is a topology, such as `"v5e:4x4"`, for the axes of the state's mesh (the
     first takes what is left), or a mesh with these axes. The rest are the step's
-    arguments, abstract or not, on any mesh: only specs count. A layout map follows.
+    arguments, abstract or not, on any mesh: only specs count. Its layout map follows.
 
     Raises:
         MeshError: If there is no such topology, or it has no such mesh.
@@ -147,7 +147,7 @@ def load_compiled(step: Any, path: str | os.PathLike[str]) -> None:
     try:  # the bytes have a checksum
         saved = pickle.loads(zlib.decompress(target.read_bytes()))
     except (OSError, zlib.error) as error:
-        msg = f"{str(target)!r} is not a file of save_compiled, or is damaged"
+        msg = f"{str(target)!r} is not a file of save_compiled, or it is damaged"
         raise StepError(f"{msg}: {error}. Save it anew.") from error
     _compare(target, saved[0], _key_of())
     vars(step).update(vars(copy.copy(step)))  # which has compiled nothing yet

@@ -186,7 +186,7 @@ class Trainer(_checks.WithReflexes):
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
         the running step, and ends the process with status 75. With `resume=True`, a run
-        continues from the newest intact checkpoint at the exact batch, bit-identical to
+        continues from the newest intact checkpoint at the exact batch, with the bits of
         an uninterrupted run. Data without `get_state` must repeat the same batches.
 
         Args:
