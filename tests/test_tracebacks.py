@@ -157,6 +157,7 @@ def test_misspelled_options_are_named_by_every_public_call(name):
         option
         for option, parameter in inspect.signature(function).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and option[0] != "_"
     )
     typo = last[:-2] + last[-1]
     said = message_of(function, **{typo: None})
