@@ -502,6 +502,12 @@ def test_copies_of_a_model_stay_while_it_is_trained_in_its_memory(replicas):
         strategy.run(step, args=(x,))
     np.testing.assert_allclose(model.weight, 1 - 0.3 * rows, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(average.weight, 1 - 0.2125 * rows, rtol=1e-6, atol=1e-7)
+    copied = nnx.clone(model)  # which has arrays of the model that run changes
+    strategy.run(step, args=(x,))
+    message = message_of(strategy.run, lambda x: copied(x), (x,), error=StrategyError)
+    assert message.startswith(
+        "copied/weight was used up: run reuses the memory of what"
+    )
     assert replicas == 1 or pointer() == before
 
 

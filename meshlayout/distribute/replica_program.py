@@ -149,6 +149,10 @@ class ReplicaProgram:
                 check_replicas(x, mesh, "a variable of each replica's own")
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
+            if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
+                text = "was used up: run reuses the memory of what it changes. Copy by "
+                text += "copy.deepcopy(model), or np.array(x)."
+                raise StrategyError(f"{self.roots.path_of(variable)} {text}")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
             x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
             return jax.lax.optimization_barrier(x)
