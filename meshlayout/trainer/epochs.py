@@ -240,14 +240,14 @@ class TrainerInput:
 
     def _on_mesh(self, batch: Batch) -> Batch:
         layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
+        is_tuple = isinstance(batch, (tuple, list))  # without names
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             self._trainer._tell(
                 logging.WARNING,
                 "a batch of %d rows does not divide into %d shards: every device "
-                "computes all of it. To have it padded, return one loss per example; "
-                "if it is a tuple, also give Trainer weights=2.",
-                *(rows, num_shards),
+                "computes all of it. To have it padded, return one loss per example%s.",
+                *(rows, num_shards, ", and give Trainer weights=2" * is_tuple),
             )
             layout = mesh.layout(...)
         if all(getattr(x, "shape", ()) for x in jax.tree.leaves(batch)):
