@@ -4,7 +4,7 @@ Use them for code written per replica, such as code from TensorFlow. A strategy 
 mesh, a layout map that replicates everything, and `run`.
 """
 
-from meshlayout._checks import names_of
+from meshlayout import _checks
 from meshlayout.collectives import (
     ReduceOp as ReduceOp,
     ReplicaContext as ReplicaContext,
@@ -36,4 +36,4 @@ from meshlayout.distribute.strategy import (
 from meshlayout.distribute.values import PerReplica as PerReplica
 
 
-vars()["__getattr__"] = names_of(vars())
+vars()["__getattr__"] = _checks.names_of(vars())

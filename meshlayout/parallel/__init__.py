@@ -1,6 +1,6 @@
 """Ready-made rules that lay out models on meshes, and code that runs on shards."""
 
-from meshlayout._checks import names_of
+from meshlayout import _checks
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,
     dispatch as dispatch,
@@ -24,4 +24,4 @@ from meshlayout.parallel.tensor import (
 )
 
 
-vars()["__getattr__"] = names_of(vars())
+vars()["__getattr__"] = _checks.names_of(vars())
