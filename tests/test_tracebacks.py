@@ -240,7 +240,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
     coordinator = message_of(
         ml.distribute.ClusterCoordinator, mirrored(["/device:CPU:0"])
     )
-    assert coordinator.endswith("Others need no coordinator: call their run.")
+    assert coordinator.endswith("which needs none: call its run.")
     assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
     assert "resolver out: ml.initialize()" in message_of(tpu, "x")
     torch = {  # attributes of PyTorch's modules, functions and options

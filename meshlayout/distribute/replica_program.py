@@ -150,9 +150,12 @@ class ReplicaProgram:
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
-                text = "was used up: run reuses the memory of what it changes. Copy by "
-                text += "copy.deepcopy(model), or np.array(x)."
-                raise StrategyError(f"{self.roots.path_of(variable)} {text}")
+                fact = "was used up: run reuses the memory of what it changes"
+                path, hint = (
+                    self.roots.path_of(variable),
+                    "Copy by copy.deepcopy(model)",
+                )
+                raise StrategyError(f"{path} {fact}. {hint}, or np.array(x).")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
             x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
             return jax.lax.optimization_barrier(x)

@@ -16,7 +16,7 @@ axis of a `vmap` that has no other use: JAX carries it along through every opera
 """
 
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -48,9 +48,7 @@ from meshlayout.errors import StrategyError
 # The axes of marks: of what the function has combined, of what it has sent around, and
 # of what it computes from the values of Variables that are added up.
 COMBINED, SENT, ADDED_UP = MARKS = "combined", "sent", "added_up"
-
-# What is a replicated argument or the value of a Variable.
-GIVEN = "given"
+GIVEN = "given"  # a term of replicated arguments and of Variables, and no mark
 
 _trace_slot, _state_trace_slot = vars(nnx.Variable)[TRACE], vars(PytreeState)[TRACE]
 
@@ -239,15 +237,14 @@ class ReplicaTrace:
 
     def summed(self, grads: PyTree) -> PyTree:
         """Returns the sums over replicas of gradients that are not combined yet."""
-        # Those from outside are combined, unless others differ: equal ones may be
-        # parts, too, such as those of a bias.
-        whole = frozenset[str]() if self.differs(grads) else {GIVEN}
-        summed = functools.partial(self._summed, whole)
+        # Those from outside are, unless others differ: then, equal ones are parts, too.
+        given = frozenset([GIVEN] * (not self.differs(grads)))
+        summed = functools.partial(self._summed, given)
         return jax.tree.map(summed, grads) if self._axis else grads
 
-    def _summed(self, whole: Set[str], x: Leaf) -> Any:
-        is_whole = whole & (self.terms_of(x) if isinstance(x, Tracer) else whole)
-        if self._decide(lambda: bool(is_whole) or self._is_combined(x)):
+    def _summed(self, given: frozenset[str], x: Leaf) -> Any:
+        terms = self.terms_of(x) if isinstance(x, Tracer) else {GIVEN}
+        if self._decide(lambda: bool(given & terms) or self._is_combined(x)):
             return x
         if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
             msg = (
@@ -395,7 +392,7 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if name in ("__add__", "__radd__", "__sub__"):
                 terms = (terms - {GIVEN}) | (x & y & {GIVEN})  # not a gradient plus v
             if name in ("__mul__", "__rmul__", "__truediv__"):
-                terms &= {COMBINED, GIVEN}
+                terms = (x | y) & {COMBINED, GIVEN}
             trace.note_terms(result, terms)
         return result
 

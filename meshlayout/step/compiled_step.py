@@ -209,18 +209,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._check(args, kwargs)
         mesh = _mesh_of(map(layout_of, leaves))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
-            named, whole = (
-                self._named(args[:1], {}),
-                NamedSharding(mesh, PartitionSpec()),
-            )
+            named, whole = self._named(args[:1], {}), PartitionSpec()
             new = [k for k, x in named.items() if jnp.ndim(x) and not layout_of(x)]
             if new and type(args[0]) is TrainState and layout_of(args[0].step):
                 text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
                 text += ". To shard it, write ml.relayout(x, layout)."
                 warnings.warn(text, LayoutWarning, stacklevel=stack_level())
-            state = jax.tree.map(
-                lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
-            )
+            put = functools.partial(_jax.put, sharding=NamedSharding(mesh, whole))
+            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
             args = (state, *args[1:])
         program = self._program(args, kwargs)
         if error and program is self._last:  # else, on other devices it may succeed
