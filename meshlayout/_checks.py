@@ -303,7 +303,6 @@ _HABITS = {
     "DataParallel ModelParallel ColwiseParallel RowwiseParallel parallelize_module "
     "distribute_module set_distribution": "Give TrainState.create a map: "
     "ml.parallel.data_parallel(mesh), ml.LayoutMap(mesh, rules).",
-    "distribute_tensor": "Write ml.relayout(x, layout).",
     "TensorLayout": "Write ml.Layout(['batch', None], mesh).",
     "dtensor": "Its names are here: ml.create_mesh, ml.Layout, ml.relayout.",
     "list_devices": "Write jax.devices().",
@@ -340,8 +339,7 @@ _HABITS = {
     "summary": "print(state) is the summary.",
     "optimizer learning_rate lr": "Write trainer.state = trainer.state.replace(tx=tx).",
     "stop_training": "Write trainer.stop('why').",
-    "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
-    "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
+    "Trainer.metrics loss_fn": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
@@ -353,7 +351,8 @@ _HABITS = {
     "TensorBoard": "Write Log(directory).",
     "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
     "AUC": "Write {'auc': metrax.AUCROC}; it reads 'predictions' and 'labels'.",
-    "MeanSquaredError": "Write Mean(values='squares'), and return such an output.",
+    "MeanSquaredError MeanAbsoluteError": "Return such an output, and "
+    "write Mean(values='squares').",
     "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
     "labels(logits, labels) in loss_fn.",
     "history": "Index it directly, as in history['loss'].",
@@ -368,8 +367,8 @@ _HABITS = {
     "InputOptions": "Write distribute_dataset(..., prefetch=2, per_process=True).",
     "DistributedValues": "Write ml.distribute.PerReplica.",
     "experimental_set_strategy": "Write `with strategy.scope():`.",
-    "resolver cluster_resolver": "Leave it out: ml.initialize() finds the processes.",
-    "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
+    "resolver cluster_resolver TPUStrategy": "Leave it out: ml.initialize() "
+    "finds the processes.",
     "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
     "VariableAggregation VariableSynchronization": "Write nnx.Variable(x, "
     "aggregation='sum'), or 'per_replica'.",
@@ -384,7 +383,6 @@ _HABITS = {
     "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
     "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
-    "MeanAbsoluteError": "Write Mean(values='abs'), and return such an output.",
     "take": "Write itertools.islice(dataset, n).",
     "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
@@ -392,7 +390,7 @@ _HABITS = {
     "LayoutMap.scope": "Write `with ml.scope(layouts):`.",
     "sharding_specs": "Write layout.specs, or Layout(['batch', None], mesh).",
     "Accuracy.mesh Mean.mesh": "Leave it out.",
-    "DVariable": "Write ml.relayout(x, layout): an array carries its layout.",
+    "DVariable distribute_tensor": "Write ml.relayout(x, layout).",
     "default_mesh": "Write `with jax.set_mesh(mesh.jax_mesh):`.",
     "GradientTape": "Write nnx.value_and_grad(loss_fn)(model), or jax.grad.",
     "sample_weight class_weight": "Weights go into the data: {'x': x, 'y': y, "

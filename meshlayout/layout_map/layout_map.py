@@ -369,11 +369,8 @@ def activate(layouts: LayoutMap) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def applied(layouts: LayoutMap | None, paths: Iterable[str]) -> Iterator[None]:
+def applied(layouts: LayoutMap, paths: Iterable[str]) -> Iterator[None]:
     """Activates a step's layouts; warns of rules for neither activations nor paths."""
-    if layouts is None:
-        yield
-        return
     with activate(layouts):
         yield
     snapshot = layouts._take_snapshot()

@@ -363,7 +363,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._last else ""
-        scope = applied(self._options["layouts"], self._named(args, kwargs))
+        layouts, names = self._options["layouts"], self._named(args, kwargs)
+        scope = applied(layouts, names) if layouts else contextlib.nullcontext()
         inner = functools.partial(self._inner, *args, **kwargs)
         with _jax.ambient_mesh(program.mesh), scope:
             # Until all agree, it is behind those that run this call already.
