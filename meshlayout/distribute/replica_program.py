@@ -150,12 +150,11 @@ class ReplicaProgram:
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
-                fact = "was used up: run reuses the memory of what it changes"
-                path, hint = (
-                    self.roots.path_of(variable),
-                    "Copy by copy.deepcopy(model)",
+                fact = (
+                    "was used up: run reuses the memory of what it changes. Copy it by"
                 )
-                raise StrategyError(f"{path} {fact}. {hint}, or np.array(x).")
+                path, how = self.roots.path_of(variable), "copy.deepcopy(model)"
+                raise StrategyError(f"{path} {fact} {how}, or np.array(x).")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
             x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
             return jax.lax.optimization_barrier(x)
@@ -246,8 +245,7 @@ class ReplicaProgram:
         mask = arrays[-1] if arguments.mask is not None else None
         axis = REPLICA_AXIS if self._count > 1 else None
         context = ReplicaContext(self._strategy, axis, self._count, mask)
-        # Jitted functions inside are traced anew, since they may read this trace's
-        # context.
+        # Jitted functions inside are traced anew: they may read this trace's context.
         with (
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
