@@ -303,7 +303,15 @@ _MEANINGS = {
 
 # What users of other libraries write by habit, and what takes its place here.
 _HABITS = {
-    "create_mesh": "Write create_mesh({'batch': 2, 'model': 4}).",
+    "create_mesh DeviceMesh init_device_mesh": "Write create_mesh({'batch': 2, "
+    "'model': 4}).",
+    "DataParallel ModelParallel ColwiseParallel RowwiseParallel parallelize_module "
+    "distribute_module set_distribution": "Give TrainState.create a map: "
+    "ml.parallel.data_parallel(mesh), ml.LayoutMap(mesh, rules).",
+    "TensorLayout": "Write ml.Layout(['batch', None], mesh).",
+    "dtensor": "Its names are here: ml.create_mesh, ml.Layout, ml.relayout.",
+    "list_devices": "Write jax.devices().",
+    "initialize_accelerator_system": "Leave it out: JAX starts the devices.",
     "make_train_step": "Write make_train_step(loss_fn), and give the step the state.",
     "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
     "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
@@ -338,8 +346,7 @@ _HABITS = {
     "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
     "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
     "stop_training": "Write trainer.stop('why').",
-    "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
-    "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
+    "Trainer.metrics loss_fn": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
     "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
     "Checkpoint.monitor save_best_only": "Write Checkpoint(ml.Checkpointer(directory, "
@@ -361,18 +368,24 @@ _HABITS = {
     "Checkpointer.steps": "Write ck.all_steps().",
     "fit.steps evaluate.steps predict.steps validation_steps": "Pass "
     "lambda: itertools.islice(batches, n).",
-    "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
+    "max_to_keep DTensorCheckpoint": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
     "global_batch_size=8).",
-    "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
-    "resolver": "Leave it out: ml.initialize() finds the processes.",
-    "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
+    "cross_device_ops CrossDeviceOps NcclAllReduce CommunicationOptions RunOptions": ""
+    "The compiler chooses the all-reduce: leave it out.",
+    "InputOptions": "Write distribute_dataset(..., prefetch=2, per_process=True).",
+    "DistributedValues": "Write ml.distribute.PerReplica.",
+    "experimental_set_strategy": "Write `with strategy.scope():`.",
+    "resolver cluster_resolver TPUStrategy": "Leave it out: ml.initialize() "
+    "finds the processes.",
     "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
-    "VariableAggregation": "Write nnx.Variable(x, aggregation='sum').",
+    "VariableAggregation VariableSynchronization": "Write nnx.Variable(x, "
+    "aggregation='sum'), or 'per_replica'.",
     "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
-    "PerReplica.numpy": "Write strategy.gather(value, axis=0), or strategy.reduce.",
-    "get_next": "Write next(iterator).",
+    "PerReplica.numpy PerReplica.mean PerReplica.sum": "Write strategy.gather(value, "
+    "axis=0), or strategy.reduce('MEAN', value, axis=0).",
+    "get_next get_next_as_optional": "Write next(iterator), or next(iterator, None).",
     "latest_checkpoint": "Write ck.latest_step().",
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
     "validation_batch_size": "Validation uses batch_size=, too. Beside batches, cut "
@@ -389,8 +402,9 @@ _HABITS = {
     "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
     "DistributedDataset.repeat": "Write distribute_dataset(..., epochs=None).",
     "LayoutMap.scope": "Write `with ml.scope(layouts):`.",
-    "sharding_specs": "Write layout.specs.",
-    "DVariable": "Write ml.relayout(x, layout): an array carries its layout.",
+    "sharding_specs": "Write layout.specs, or Layout(['batch', None], mesh).",
+    "Accuracy.mesh Mean.mesh": "Leave it out.",
+    "DVariable distribute_tensor": "Write ml.relayout(x, layout).",
     "default_mesh": "Write `with jax.set_mesh(mesh.jax_mesh):`.",
     "GradientTape": "Write nnx.value_and_grad(loss_fn)(model), or jax.grad.",
     "sample_weight class_weight": "Weights go into the data: {'x': x, 'y': y, "
@@ -436,7 +450,7 @@ def _check_call(
 ) -> None:
     """Raises an error that says what to write instead, if the arguments do not fit."""
     signature = inspect.signature(function)
-    known = signature.parameters
+    known = {k: x for k, x in signature.parameters.items() if k[0] != "_"}
     where = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     try:
         signature.bind(*args, **kwargs)

@@ -121,8 +121,7 @@ class ReplicaContext(_checks.WithReflexes):
     def combine(self, op: ReduceOp, x: Leaf) -> jax.Array:
         """Combines one array of each replica."""
         name, axis = op.value.lower(), self.axis_name
-        # Over no dims, this changes only the dtype: sums of small integers would wrap
-        # around.
+        # Over no dims, this changes only the dtype: sums of small integers would wrap.
         x = getattr(jnp, name)(x, axis=())
         # Looked up at each call: strategies note what these return.
         return getattr(jax.lax, f"p{name}")(x, axis) if axis else x

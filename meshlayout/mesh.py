@@ -375,13 +375,15 @@ def parse_devices(devices: Any) -> list[Any]:
     """Returns devices from objects and texts such as `"CPU:3"`, in their order."""
     parsed: list[Any] = []
     for device in np.asarray(devices, dtype=object).flat:
-        if isinstance(device, str) and re.fullmatch(r" *\w+:[0-9]+ *", device):
-            platform, number = device.strip().lower().split(":")
+        # TensorFlow writes "/device:CPU:3".
+        name = device.strip().rpartition("/")[2] if isinstance(device, str) else ""
+        if re.fullmatch(r"\w+:[0-9]+", name := name.removeprefix("device:")):
+            platform, number = name.lower().split(":")
             parsed += _devices_by_id(platform, [int(number)])
         elif hasattr(device, "platform"):  # also described ones, of other classes
             parsed.append(device)
         else:
-            hint = "Give those of jax.devices(), or texts such as 'CPU:3'."
+            hint = "Give a list, such as jax.devices()[:4], or texts such as 'CPU:3'."
             raise MeshError(f"{shown(device)} is not a device. {hint}")
     return parsed
 

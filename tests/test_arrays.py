@@ -374,6 +374,12 @@ BAD = {
     "relayout(x, layout).",
     "ma.zeros((8,), ['batch'])": "f32[8]: expected a Layout or a NamedSharding, got "
     "['batch']. A spec needs a mesh: Layout(spec, mesh).",
+    "ma.relayout(np.ones(8, 'f'), ('batch',))": "f32[8]: expected a Layout or a "
+    "NamedSharding, got ('batch',). A spec needs a mesh: Layout(spec, mesh).",
+    "ma.relayout({'a': 1, 'b': 2}, {'a': B})": "expected one Layout for all arrays, or a "
+    "tree of layouts like theirs; there is none for 'b'.",
+    "ma.pack(np.ones((8, 3)), B)": "pack: parts must be a list, with one part per "
+    "device. To split a whole array, write relayout(x, layout).",
     "ma.copy_to_mesh(np.ones(8, 'f'), BATCH_8)": "f32[8]: expected a Layout or a "
     "NamedSharding, got a Mesh. Name the axes of each dim: mesh.layout('batch', ...).",
     "ma.relayout(np.ones(8, 'f'), ml.LayoutMap(BATCH_8))": "f32[8]: expected a Layout or "

@@ -102,6 +102,8 @@ def test_a_step_sends_what_the_step_of_the_library_sends():
     step = ml.make_train_step(lambda model, batch: losses_of(model, *batch))
     plain = step.communication(state, (x.array, y.array))
     assert dict(sent) == dict(plain)
+    assert "psum" not in str(sent)
+    assert [x.leaves for x in sent.collectives] == [()]
     assert sum(sent.values()) == sent["all_reduce"] == 1
     # The library's step also adds up the loss, which is one number.
     assert 0 <= plain.wire_bytes - sent.wire_bytes <= 2 * 4

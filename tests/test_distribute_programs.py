@@ -467,9 +467,18 @@ def test_gradients_may_be_results_and_arguments(two):
         two.run(update, args=(grads,))
     mean = two.reduce("MEAN", grads, axis=None)
     np.testing.assert_allclose(mean["weight"], ROWS.mean(axis=0) / 2)
-    two.run(update, args=(mean,))
-    np.testing.assert_allclose(model.weight, 1 - 3 * ROWS.mean(axis=0))
-    np.testing.assert_allclose(model.bias, -3)
+    weight = nnx.Variable(jnp.zeros(3), aggregation="sum")
+
+    def accumulate(grads):
+        weight[...] += grads["weight"] / 2
+        update(nnx.State({**mean, "weight": nnx.Param(weight[...])}))
+
+    two.run(accumulate, args=(grads,))  # these are the same on both replicas,
+    two.run(update, args=(mean,))  # and are not added up
+    two.run(lambda: update(mean))
+    two.run(lambda: update(jax.tree.map(lambda x: 2 * x, mean)))
+    np.testing.assert_allclose(model.weight, 1 - 4.5 * ROWS.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(model.bias, -4.5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -493,6 +502,12 @@ def test_copies_of_a_model_stay_while_it_is_trained_in_its_memory(replicas):
         strategy.run(step, args=(x,))
     np.testing.assert_allclose(model.weight, 1 - 0.3 * rows, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(average.weight, 1 - 0.2125 * rows, rtol=1e-6, atol=1e-7)
+    copied = nnx.clone(model)  # which has arrays of the model that run changes
+    strategy.run(step, args=(x,))
+    message = message_of(strategy.run, lambda x: copied(x), (x,), error=StrategyError)
+    assert message.startswith(
+        "copied/weight was used up: run reuses the memory of what"
+    )
     assert replicas == 1 or pointer() == before
 
 

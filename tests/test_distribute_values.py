@@ -112,8 +112,8 @@ def test_an_axis_that_the_values_lack_is_told_with_their_shape(two):
     value = values_of(two, 1.0, 2.0)
     for combine in (functools.partial(two.reduce, "SUM"), two.gather):
         assert message_of(combine, value, axis=0) == (
-            "each replica's value has shape (), and no dim for axis=0. axis=None "
-            "reduces over replicas alone."
+            "each replica's value has shape (), and no dim for axis=0. Write "
+            "reduce(..., axis=None), or local_results(value)."
         )
     assert message_of(two.reduce, "avg", value, axis=None) == (
         "reduce_op must be 'SUM', 'MEAN', 'MAX' or 'MIN', got 'AVG'. "

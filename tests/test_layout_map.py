@@ -231,6 +231,12 @@ def test_constrain_follows_the_map_in_force_also_when_it_changes(mesh):
     assert ml.constrain(x, "hidden") is x
 
 
+@pytest.mark.parametrize("args", [(jnp.ones(8), P("batch")), ("hidden", jnp.ones(8))])
+def test_constrain_takes_a_name(args):
+    with pytest.raises(ml.errors.LayoutMapError, match=r"write ml\.relayout\(x, layo"):
+        ml.constrain(*args)
+
+
 def test_what_an_activation_cannot_follow_is_said(mesh):
     layouts = ml.LayoutMap(mesh, {"u": ("batch", ...)}, on_uneven="replicate")
     constrain = lambda x: ml.constrain(x, "u")

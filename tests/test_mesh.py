@@ -331,8 +331,8 @@ BAD = {
     "MESH.__enter__()": "write `with jax.set_mesh(mesh.jax_mesh):`, not `with mesh:`.",
     "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
     "only cpu:0-7.",
-    "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give those of "
-    "jax.devices(), or texts such as 'CPU:3'.",
+    "create_mesh(batch=1, devices=['CPU'])": "'CPU' is not a device. Give a list, "
+    "such as jax.devices()[:4], or texts such as 'CPU:3'.",
     "create_mesh(batch=8, axis_types='explict')": "axis_types='explict' must be 'auto', "
     "'explicit' or 'manual'. Or give a list, with one of them for each axis.",
     "create_mesh(replica=8, dcn='replicas')": "dcn names the axis 'replicas', which the "

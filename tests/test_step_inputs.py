@@ -155,6 +155,14 @@ def test_a_mesh_that_shards_the_state_or_the_batch_alone_is_right(axis, rules, s
     ml.make_train_step(loss_fn, accumulate=2)(state, batch)
 
 
+def test_an_array_that_replaces_one_in_shards_is_warned_of(mesh):
+    state = create(mesh, rules={"kernel": ("model", None)})
+    state.params["kernel"] = np.asarray(state.params["kernel"])
+    text = "state/params/kernel is not on the mesh yet, and goes whole to each device"
+    with pytest.warns(ml.errors.LayoutWarning, match=text):
+        ml.make_train_step(squares)(state, DATA)
+
+
 def test_rows_that_all_devices_compute_are_told_once(caplog):
     mesh = ml.create_mesh({"batch": 4, "model": 2})
     state = create(mesh, rules={"kernel": ("model", None)})

@@ -178,6 +178,7 @@ def test_misspelled_options_are_named_by_every_public_call(name):
         option
         for option, parameter in inspect.signature(function).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and option[0] != "_"
     )
     typo = last[:-2] + last[-1]
     said = message_of(function, **{typo: None})
@@ -243,22 +244,35 @@ def test_reflexes_of_other_libraries_are_answered(state):
         *((data, name) for name in ("take", "shuffle", "batch", "repeat")),
         (ml.LayoutMap(mesh), "scope"),
         (mesh.layout(), "sharding_specs"),
-        (iter(data), "get_next"),
+        (iter(data), "get_next_as_optional"),
         (ml.distribute.get_replica_context(), "merge_call"),
-        (value(jnp.ones(8), num_replicas=8), "numpy"),
+        *((value(jnp.ones(8), num_replicas=8), name) for name in ("numpy", "mean")),
+        *((ml, name) for name in ("DeviceMesh", "TensorLayout", "DTensorCheckpoint")),
         (ml, "GradientTape"),
     ]:
         said = error(lambda: getattr(owner, name))  # noqa: B023
         assert re.search(rf"has no (attribute )?'{name}'. (Write|Names) ", said), said
     tpu = ml.distribute.TPUStrategy
+    assert "Layout(['batch', None], mesh)" in message_of(ml.Layout, sharding_specs=[])
+    save = ml.Checkpointer("unused").save
+    assert message_of(save, 2, model=state).endswith("data, metadata, metrics, force.")
+    mirrored = ml.distribute.MirroredStrategy
+    assert "4 is not a device. Give a list, such as jax" in message_of(mirrored, 4)
+    coordinator = message_of(
+        ml.distribute.ClusterCoordinator, mirrored(["/device:CPU:0"])
+    )
+    assert coordinator.endswith("which needs none: call its run.")
     assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
-    assert "resolver out: ml.initialize()" in message_of(tpu, "x")
+    assert "Leave it out: ml.initialize()" in message_of(tpu, "x")
     for call in (ml.make_train_step, ml.Trainer, ml.Trainer(state).fit, state.replace):
         assert "The optimizer is the state's: " in message_of(call, learning_rate=0.1)
         assert "optimizer_by_path({'head'" in message_of(call, trainable="head")
     torch = {  # attributes of PyTorch's modules, functions and options
         state: "to cuda train eval parameters state_dict load_state_dict",
-        ml: "fully_shard FullyShardedDataParallel init_process_group",
+        ml: "fully_shard FullyShardedDataParallel init_process_group distribute_tensor "
+        "init_device_mesh list_devices dtensor",
+        ml.parallel: "ModelParallel ColwiseParallel parallelize_module",
+        ml.distribute: "RunOptions InputOptions VariableSynchronization cluster_resolver",
     }
     for owner, names in torch.items():
         for name in names.split():
@@ -279,7 +293,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         assert message_of(make, precision=precision).endswith(f"mean {near!r}?")
     assert "got the class Linear. " in message_of(make, remat=nnx.Linear)
     for owner, name in [
-        *((state, "half"), (ml, "DataParallel")),
+        *((state, "half"), (ml, "Shard")),
         (ml.Checkpointer("unused"), "load"),
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023

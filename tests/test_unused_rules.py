@@ -20,7 +20,8 @@ RULES = {
 TEXT = """\
 rule 'hidden/kernl' matches no path. Nearest: hidden/kernel, hidden/bias.
 rule 'residual' matches no path.
-Correct it, or, for activations, give the map unused='ignore'."""
+Correct it. One for activations applies in a step that gets the map as layouts=; \
+give that map unused='ignore' here."""
 
 
 def mlp():
@@ -52,6 +53,21 @@ def test_it_is_a_warning_or_an_error_or_nothing_as_the_map_says(way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         WAYS[way](ml.LayoutMap(MESH, RULES, unused="ignore"))
+
+
+def test_a_step_warns_once_of_a_rule_for_neither_activations_nor_arguments():
+    step = lambda state, x: (state, ml.constrain(x, "block/hiden"))
+    rules = {"^w": ("model",), "hiden": ("batch",), "block/hidden": ("batch",)}
+    how = {"layouts": ml.LayoutMap(MESH, rules), "on_recompile": "ignore"}
+    compiled = ml.compile_step(step, **how)
+    with pytest.warns(ml.errors.LayoutWarning) as caught:
+        [compiled({"w": jnp.ones(8)}, jnp.ones(size)) for size in (2, 4)]
+    assert [str(warning.message) for warning in caught] == [
+        "rule 'block/hidden' matches no name that constrain was called with. Did you "
+        "mean 'block/hiden'?"
+    ]
+    ignored = ml.LayoutMap(MESH, rules, unused="ignore")
+    ml.compile_step(step, layouts=ignored)({"w": jnp.ones(8)}, jnp.ones(2))
 
 
 def test_a_rule_that_another_one_hides_is_not_unused():

@@ -52,9 +52,13 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
         >>> x.shape, ml.to_numpy(x).tolist()
         ((4,), [0, 1, 2, 3])
     """
-    parts = [] if isinstance(parts, dict) else [with_lists_as_arrays(x) for x in parts]
+    specs = layout.specs if isinstance(layout, Layout) else (...,)
+    is_whole = ... not in specs and getattr(parts, "ndim", 0) == len(specs)
+    is_list = not (is_whole or isinstance(parts, dict))
+    parts = [with_lists_as_arrays(x) for x in parts] if is_list else []
     if not parts:
-        raise LayoutError("pack: parts must be a list, with one part per device.")
+        msg = "pack: parts must be a list, with one part per device."
+        raise LayoutError(f"{msg} To split a whole array, write relayout(x, layout).")
     leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)
     for index, structure in enumerate(structures):
         if structure != structures[0]:

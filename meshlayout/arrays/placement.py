@@ -162,17 +162,21 @@ def array_text(path: str, x: Leaf) -> str:
 
 def broadcast(layout: LayoutLike, x: PyTree) -> list[Any]:
     """Returns one layout per leaf, from a single one or a prefix tree."""
-    if isinstance(layout, (Layout, NamedSharding)):
-        return [layout] * jax.tree.structure(x).num_leaves
+    is_spec = isinstance(layout, (list, tuple)) and str in map(type, layout)
+    if is_spec or isinstance(layout, (Layout, NamedSharding)):
+        return [layout] * jax.tree.structure(x).num_leaves  # a spec is refused
 
     def is_layout(node: PyTree) -> bool:
         return isinstance(node, (Layout, NamedSharding))
 
     try:
         layouts = jax.tree.broadcast(layout, x, is_leaf=is_layout)
-    except (ValueError, TypeError) as error:
-        msg = "expected one Layout for all arrays, or a tree of layouts that is a "
-        raise LayoutError(f"{msg}prefix of theirs. JAX says: {error}") from None
+    except (ValueError, TypeError):
+        names, of = (_paths.leaf_names(tree) for tree in (x, layout))
+        lacks = [a for a in names if not any(f"{a}/".startswith(f"{b}/") for b in of)]
+        fact = f"; there is none for {lacks[0]!r}" if lacks else f", got those of {of}"
+        msg = "expected one Layout for all arrays, or a tree of layouts like theirs"
+        raise LayoutError(f"{msg}{fact}.") from None
     return jax.tree.leaves(layouts, is_leaf=is_layout)
 
 

@@ -95,11 +95,10 @@ def values_from_function(
     value_fn: Callable[[ValueContext], PyTree], mesh: Mesh
 ) -> PyTree:
     """Makes a value of each replica; see `Strategy.distribute_values_from_function`."""
-    where = "a value of value_fn"
 
     def array(leaf: Leaf) -> jax.Array:
-        host = leaf if isinstance(leaf, jax.Array) else host_array(leaf, where)
-        return jnp.asarray(host)
+        is_ours = isinstance(leaf, jax.Array)
+        return jnp.asarray(leaf if is_ours else host_array(leaf, "a value of value_fn"))
 
     trees = [
         jax.tree.map(array, value_fn(ValueContext(replica, mesh.size)))

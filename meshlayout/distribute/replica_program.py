@@ -31,6 +31,7 @@ from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.capture import Roots
 from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.replica_trace import (
+    GIVEN,
     MARKS,
     MarksNeeded,
     ReplicaTrace,
@@ -148,6 +149,12 @@ class ReplicaProgram:
                 check_replicas(x, mesh, "a variable of each replica's own")
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
+            if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
+                fact = (
+                    "was used up: run reuses the memory of what it changes. Copy it by"
+                )
+                path, how = self.roots.path_of(variable), "copy.deepcopy(model)"
+                raise StrategyError(f"{path} {fact} {how}, or np.array(x).")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
             x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
             return jax.lax.optimization_barrier(x)
@@ -238,8 +245,7 @@ class ReplicaProgram:
         mask = arrays[-1] if arguments.mask is not None else None
         axis = REPLICA_AXIS if self._count > 1 else None
         context = ReplicaContext(self._strategy, axis, self._count, mask)
-        # Jitted functions inside are traced anew, since they may read this trace's
-        # context.
+        # Jitted functions inside are traced anew: they may read this trace's context.
         with (
             _jax.trace_phase(next(_phases)),
             self._strategy._inside(),
@@ -251,7 +257,7 @@ class ReplicaProgram:
             ReplicaTrace(context, value_of, **options) as trace,
         ):
             for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
-                trace.note_terms(x, frozenset([id(x)]))
+                trace.note_terms(x, frozenset([id(x), GIVEN]))
             args, kwargs = arguments.unflatten(arrays)
             result = fn(*args, **kwargs)
             trace.check_attributes(self._name)

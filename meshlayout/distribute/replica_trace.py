@@ -6,8 +6,8 @@ that was made outside has a traced value, and belongs to the trace as Flax sees 
 slot itself never changes, so other threads see what they always saw. Attributes of
 modules are put back after a trace.
 
-As in tf.distribute, optimizers add up the gradients of all replicas, except what the
-function has combined itself, and a Variable says how what replicas write is combined.
+Optimizers add up the gradients of all replicas, except what the function has combined
+itself or got from outside, and a Variable says how what replicas write is combined.
 The first trace, under `jax.vmap`, tells which values differ between replicas. Whether
 an equal gradient was combined (that of a regularization loss does not depend on the
 batch, and each replica has its part), and what is computed from a Variable's old value,
@@ -48,6 +48,7 @@ from meshlayout.errors import StrategyError
 # The axes of marks: of what the function has combined, of what it has sent around, and
 # of what it computes from the values of Variables that are added up.
 COMBINED, SENT, ADDED_UP = MARKS = "combined", "sent", "added_up"
+GIVEN = "given"  # a term of replicated arguments and of Variables, and no mark
 
 _trace_slot, _state_trace_slot = vars(nnx.Variable)[TRACE], vars(PytreeState)[TRACE]
 
@@ -84,8 +85,8 @@ class ReplicaTrace:
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
-        # By the id of a value: the value, and the ids of its terms, or COMBINED if it
-        # is (a multiple of) a collective's result.
+        # By the id of a value: the value, and the ids of its terms, with COMBINED or
+        # GIVEN if it is (a multiple of) such a value.
         self._terms: dict[int, tuple[Any, frozenset[Any]]] = {}
         # The ids of Variables whose old values are marked.
         self._added_up: set[int] = set()
@@ -204,7 +205,7 @@ class ReplicaTrace:
         axis, leaves = mark or self._axis, jax.tree.leaves(value)
         return axis is not None and any(_jax.is_mapped(x, axis) for x in leaves)
 
-    def mark(self, mark: str, value: PyTree, term: Any) -> PyTree:
+    def mark(self, mark: str, value: PyTree, *terms: Any) -> PyTree:
         """Returns a value with a mark, which its derivatives lack, and notes it."""
         axis = self._marks.get(mark)
 
@@ -212,7 +213,7 @@ class ReplicaTrace:
             # A sum of constants, as the number of replicas, is a number.
             if axis is not None and isinstance(x, Tracer):
                 x = x + axis.astype(x.dtype)
-            self.note_terms(x, frozenset([term]))
+            self.note_terms(x, frozenset(terms))
             return x
 
         return jax.tree.map(add, value)
@@ -236,10 +237,14 @@ class ReplicaTrace:
 
     def summed(self, grads: PyTree) -> PyTree:
         """Returns the sums over replicas of gradients that are not combined yet."""
-        return jax.tree.map(self._summed, grads) if self._axis else grads
+        # Those from outside are, unless others differ: then, equal ones are parts, too.
+        given = frozenset([GIVEN] * (not self.differs(grads)))
+        summed = functools.partial(self._summed, given)
+        return jax.tree.map(summed, grads) if self._axis else grads
 
-    def _summed(self, x: Leaf) -> Any:
-        if self._decide(lambda: self._is_combined(x)):
+    def _summed(self, given: frozenset[str], x: Leaf) -> Any:
+        terms = self.terms_of(x) if isinstance(x, Tracer) else {GIVEN}
+        if self._decide(lambda: bool(given & terms) or self._is_combined(x)):
             return x
         if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
             msg = (
@@ -257,8 +262,8 @@ class ReplicaTrace:
         if self._earlier is None and aggregation(variable) in ("sum", "metric"):
             self._added_up.add(id(variable))
             value = jax.tree.map(jnp.asarray, value)
-            value = self.mark(ADDED_UP, value, id(variable))
-        return value
+            return self.mark(ADDED_UP, value, id(variable), GIVEN)
+        return self.mark("", value, GIVEN)
 
     def note_terms(self, x: Leaf, terms: frozenset[Any]) -> None:
         """Notes the ids of Variables and values to which others were added for this."""
@@ -384,8 +389,10 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             x, y = map(trace.terms_of, (self, other))
             # v + v does not add to v, and neither do x - v or v / 2.
             terms = x - y if name == "__sub__" else x ^ y
+            if name in ("__add__", "__radd__", "__sub__"):
+                terms = (terms - {GIVEN}) | (x & y & {GIVEN})  # not a gradient plus v
             if name in ("__mul__", "__rmul__", "__truediv__"):
-                terms &= {COMBINED}
+                terms = (x | y) & {COMBINED, GIVEN}
             trace.note_terms(result, terms)
         return result
 

@@ -334,7 +334,7 @@ class StrategyExtended:
     ) -> PyTree:
         """Reduces over replicas, to a device, or that of a Variable or array."""
         if isinstance(destinations, str):
-            (destinations,) = _devices([destinations])
+            (destinations,) = parse_devices(destinations)
         place = getattr(destinations, "sharding", destinations)
         return jax.device_put(self._strategy.reduce(reduce_op, value, None), place)
 
@@ -370,7 +370,7 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Iterable[Any] | None = None) -> None:
-        chosen = jax.local_devices() if devices is None else _devices(devices)
+        chosen = jax.local_devices() if devices is None else parse_devices(devices)
         super().__init__(create_mesh({REPLICA_AXIS: -1}, devices=chosen))
 
 
@@ -438,12 +438,3 @@ class TPUStrategy(Strategy):
             text = f"TPUStrategy: there are no TPUs here. It runs on {devices} instead."
             warnings.warn(text, LayoutWarning, stacklevel=stack_level())
         super().__init__(mesh)
-
-
-def _devices(devices: Any) -> list[Any]:
-    """Returns devices from objects and texts, as TensorFlow's `"/device:GPU:0"`."""
-
-    def name(x: Any) -> Any:
-        return x.rpartition("/")[2].removeprefix("device:") if isinstance(x, str) else x
-
-    return parse_devices(devices if isinstance(devices, str) else [*map(name, devices)])

@@ -201,7 +201,7 @@ def _dim(axis: int, value: PerReplica) -> int:
         return range(len(value.shape))[axis]
     except (IndexError, TypeError):
         msg = f"each replica's value has shape {value.shape}, and no dim for {axis=}."
-        hint = "axis=None reduces over replicas alone."
+        hint = "Write reduce(..., axis=None), or local_results(value)."
         raise StrategyError(f"{msg} {hint}") from None
 
 

@@ -206,6 +206,7 @@ def _purpose(x: Collective) -> str:
         return _listed(x.leaves, 2)
     *_, operation = x.op_name.replace(")", "/").rpartition("/")
     backward = " (backward)" * ("transpose(" in x.op_name)
+    operation *= not operation.startswith("psum")  # as the collective's name says
     return f"{'/'.join(filter(None, (x.module, operation)))}{backward}".strip()
 
 

@@ -67,7 +67,8 @@ class Origins:
             # Every leaf depends on an activation, one on each gradient.
             names = sorted(self._dependents.get(outer, ()))
             names = names if len(names) <= len(instruction.operands) else []
-        return [*dict.fromkeys(filter(None, names))]
+        # A number alone is the place of a leaf in a tuple.
+        return [*dict.fromkeys(name for name in names if name.strip("0123456789/"))]
 
     def _argument(self, value: Instruction) -> str:
         """Returns the name of the argument that a value is, or `""`."""

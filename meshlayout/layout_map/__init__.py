@@ -5,6 +5,7 @@ from meshlayout.layout_map.layout_map import (
     LayoutMap as LayoutMap,
     activate as activate,
     active_map as active_map,
+    applied as applied,
     constrain as constrain,
 )
 from meshlayout.layout_map.report import (

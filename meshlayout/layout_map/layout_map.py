@@ -9,7 +9,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import jax
@@ -75,8 +75,8 @@ class LayoutMap(
         on_uneven: What to do with a dim that does not divide into its shards:
             `"error"`, or `"replicate"` to leave it unsharded, which `explain` shows. A
             `Rule` can have its own policy.
-        unused: What `create` and `scope` do about a rule that matches no path:
-            `"warn"`, `"error"`, or `"ignore"` if it is for activations.
+        unused: What `create` and `scope` do about a rule that matches no path, and
+            steps about one for no activation: `"warn"`, `"error"` or `"ignore"`.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
             partitioning metadata that no pattern matches: a mapping, or pairs in order
             of preference, of which the next applies if an axis is taken.
@@ -308,7 +308,8 @@ class LayoutMap(
     def _check_used(self, resolved: Resolved) -> None:
         """Warns or raises, as `unused` says, about rules that match no path."""
         if lines := [*self._explain_resolved(resolved).dead_lines()]:
-            hint = "Correct it, or, for activations, give the map unused='ignore'."
+            hint = "Correct it. One for activations applies in a step that gets the map"
+            hint += " as layouts=; give that map unused='ignore' here."
             self._report_unused("\n".join([*lines, hint]))
 
     def _report_unused(self, text: str) -> None:
@@ -358,12 +359,29 @@ class FrozenMap:
     """A snapshot of a layout map, hashed by identity for JAX's compilation caches."""
 
     layouts: LayoutMap
-    is_read: bool = False  # whether `constrain` has used it
+    names: set[str] = field(default_factory=set)  # that `constrain` was called with
+    is_reported: bool = False  # whether a step has warned of unused rules
 
 
 def activate(layouts: LayoutMap) -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which `constrain` follows these layouts."""
     return _active_map(layouts._take_snapshot())
+
+
+@contextlib.contextmanager
+def applied(layouts: LayoutMap, paths: Iterable[str]) -> Iterator[None]:
+    """Activates a step's layouts; warns of rules for neither activations nor paths."""
+    with activate(layouts):
+        yield
+    snapshot = layouts._take_snapshot()
+    names = snapshot.names
+    ends = {*names, *(x[m.end() :] for x in paths for m in re.finditer("^|/", x))}
+    rules = [x for x in layouts._rules.values() if not x.rule.is_generated]
+    unused = [x.pattern for x in rules if not any(map(x.regex.search, ends))]
+    if unused and not snapshot.is_reported:
+        text = f"rule {unused[0]!r} matches no name that constrain was called with."
+        layouts._report_unused(text + did_you_mean(unused[0], names))
+        snapshot.is_reported = True
 
 
 def active_map() -> LayoutMap | None:
@@ -389,10 +407,14 @@ def constrain(x: Leaf, name: str) -> Any:
         >>> str(ml.Layout.of(h))
         '[batch, model]'
     """
+    if not isinstance(name, str):
+        fact = f"takes the name of an activation, got {_checks.shown(name)}"
+        hint = "For a layout, write ml.relayout(x, layout)."
+        raise LayoutMapError(f"constrain(x, name) {fact}. {hint}")
     snapshot = _active_map.value
     if snapshot is None:
         return x
-    snapshot.is_read = True
+    snapshot.names.add(name)
     x = jax.numpy.asarray(x)
     resolution = snapshot.layouts.match(name, x.shape, x.dtype)
     if resolution is None:

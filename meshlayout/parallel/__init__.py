@@ -1,5 +1,6 @@
 """Ready-made rules that lay out models on meshes, and code that runs on shards."""
 
+from meshlayout import _checks
 from meshlayout.exchange import (
     all_to_all_attention as all_to_all_attention,
     dispatch as dispatch,
@@ -21,3 +22,6 @@ from meshlayout.parallel.tensor import (
     expert_parallel as expert_parallel,
     tensor_parallel as tensor_parallel,
 )
+
+
+vars()["__getattr__"] = _checks.names_of(vars())

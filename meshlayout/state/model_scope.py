@@ -125,7 +125,7 @@ class _Scope:
     def finish(self) -> None:
         """Lays out every module by its final paths."""
         # A scope that only lays out activations is in use as well.
-        if self.is_empty and not self.layouts._take_snapshot().is_read:
+        if self.is_empty and not self.layouts._take_snapshot().names:
             self.layouts._report_unused(
                 "nothing was made in this scope: it lays out NNX modules and the "
                 "variables of Linen's init that are made inside it. For Equinox and "

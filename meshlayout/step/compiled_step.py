@@ -26,9 +26,9 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import RecompileWarning, StepError, stack_level
+from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
 from meshlayout.exchange.halos import run_without
-from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import Kinds, StepInspection, changes_of
@@ -295,10 +295,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._check(args, kwargs)
         mesh = _mesh_of(map(layout_of, leaves))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
-            whole = NamedSharding(mesh, PartitionSpec())
-            state = jax.tree.map(
-                lambda x: x if layout_of(x) else _jax.put(x, whole), args[0]
-            )
+            named, whole = self._named(args[:1], {}), PartitionSpec()
+            new = [k for k, x in named.items() if jnp.ndim(x) and not layout_of(x)]
+            if new and type(args[0]) is TrainState and layout_of(args[0].step):
+                text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
+                text += ". To shard it, write ml.relayout(x, layout)."
+                warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+            put = functools.partial(_jax.put, sharding=NamedSharding(mesh, whole))
+            state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
             args = (state, *args[1:])
         program = self._program(args, kwargs)
         if error and program is self._last:  # else, on other devices it may succeed
@@ -361,8 +365,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if call is not None:
                 self.called = program, [getattr(x, "aval", x) for x in leaves]
                 why = self._explain(now) if self._last else ""
-        layouts = self._options["layouts"]
-        scope = activate(layouts) if layouts else contextlib.nullcontext()
+        layouts, names = self._options["layouts"], self._named(args, kwargs)
+        scope = applied(layouts, names) if layouts else contextlib.nullcontext()
         inner = functools.partial(self._inner, *args, **kwargs)
         with _jax.ambient_mesh(program.mesh), scope:
             # Until all agree, it is behind those that run this call already.

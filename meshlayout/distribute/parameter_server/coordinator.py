@@ -111,6 +111,9 @@ class ClusterCoordinator(contextlib.AbstractContextManager["ClusterCoordinator"]
         strategy: ParameterServerStrategy,
         checkpointer: Checkpointer | None = None,
     ) -> None:
+        if not isinstance(strategy, ParameterServerStrategy):
+            fact = "ClusterCoordinator takes ParameterServerStrategy, got"
+            raise StrategyError(f"{fact} {strategy!r}, which needs none: call its run.")
         self.strategy, self._ray = strategy, actors.ray_module()
         # Equal bytes are put once, so workers recognize them.
         self._put = functools.lru_cache(actors.MOST_KEPT)(self._ray.put)
