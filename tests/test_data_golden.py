@@ -156,9 +156,10 @@ def test_batches_of_other_sources(name):
 def test_a_stream_that_hugging_face_shuffles_keeps_its_order():
     # Which is another one in other releases of theirs.
     stream = hugging_face(streamed=True).shuffle(seed=1, buffer_size=8)
-    batches = distribute_dataset(stream, mesh(), global_batch_size=10, epochs=2)
-    found = [row for batch in batches for row in batch["number"].tolist()]
-    expected = []
+    batches = distribute_dataset(stream, mesh(), global_batch_size=8, epochs=2)
+    found, expected = [], []
+    for batch in batches:
+        found += batch["number"][batch["weight"] > 0].tolist()
     for epoch in (0, 1):
         stream.set_epoch(epoch)
         expected += [row["number"] for row in stream]
