@@ -315,6 +315,14 @@ def pointers(tree):
     ]
 
 
+def test_shards_of_one_element_have_the_bits_of_the_array():
+    def build():
+        return jax.random.normal(jax.random.key(6), (8,)) / 0.3
+
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), default=("batch",))
+    assert_same_bits(ml.create(build, layouts), build())
+
+
 def test_every_leaf_has_memory_of_its_own():
     given, host = jnp.arange(8.0), np.ones(8, np.float32)
     for mesh in (ONE, MESHES["8"]):

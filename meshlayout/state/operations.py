@@ -60,7 +60,10 @@ def run_on_shards(
     # Neither the user's `disable_jit` nor a mesh that is set may change the programs.
     with jax.disable_jit(disable=False), _jax.no_mesh():
         for eqn, last_used in schedule:
-            is_safe = _keeps_bits_on_shards(eqn)
+            # A shard may be one element, which XLA divides by a scalar; several, it
+            # multiplies by the scalar's inverse.
+            sizes = [math.prod(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
+            is_safe = _keeps_bits_on_shards(eqn) and not 1 < max(sizes) <= mesh.size
             # Literals are operands as well, as without jit: the compiler would fold a
             # constant into the program, which can change the bits of the result.
             operands: list[Any] = []
