@@ -285,7 +285,9 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         return state, {f"n{size}": batch.sum(), "loss": batch.sum()}
 
     state, batch = ml.arrays.ones((), mesh.layout()), on(mesh, np.ones(4, "float32"))
-    alone = ml.arrays.ones(3, testing.one_device_mesh(mesh).layout(None))
+    alone = ml.arrays.ones(
+        3, ml.create_mesh({"a": 1}, devices=mesh.local_devices[:1]).layout(None)
+    )
     text = message(testing.verify, losses, alone, None)
     assert text.startswith("the state is not on a mesh of several devices: there")
     assert message(testing.verify, losses, state, batch) == (

@@ -130,7 +130,8 @@ def compute_average_loss(
             size = context.num_examples if size is None else size
             # A user's weights may be NaN for padding.
             factors = mask if weights is None else weights
-            weights = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+            is_real = jnp.expand_dims(mask > 0, range(1, factors.ndim))
+            weights = jnp.where(is_real, factors, 0)
         # Otherwise a part of the batch, from a function that has read the mask itself.
         elif weights is None or size is None or not context.mask_was_read:
             raise LossError(
@@ -167,7 +168,8 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
     losses = losses.astype("float32")
     if weights is None:
         return losses
-    factors = _spread(_fitting_weights(weights, losses), losses.ndim)
+    factors = _fitting_weights(weights, losses)
+    factors = jnp.expand_dims(factors, range(factors.ndim, losses.ndim))
     return jnp.where(factors != 0, losses * factors, 0)  # 0 times NaN would be NaN
 
 
@@ -178,10 +180,6 @@ def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
         msg = f"weights of shape {weights.shape} do not fit losses of shape"
         raise LossError(f"{msg} {losses.shape}; {fix}")
     return weights
-
-
-def _spread(x: jax.Array, ndim: int) -> jax.Array:
-    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 def _num_replicas() -> int:

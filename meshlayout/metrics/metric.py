@@ -127,7 +127,8 @@ class Metric:
         if weights is not None:
             factors = self._array(name, weights).astype(jnp.float32)
             if mask is not None and factors.shape[:1] == mask.shape:
-                factors = jnp.where(_spread(mask, factors.ndim) > 0, factors, 0)
+                is_real = jnp.expand_dims(mask > 0, range(1, factors.ndim))
+                factors = jnp.where(is_real, factors, 0)
         elif mask is not None:
             factors, name = mask, "this replica's example_mask"
         else:
@@ -140,7 +141,8 @@ class Metric:
                 f"{array_text('elements', elements)}. Give weights of the shape of the "
                 f"elements or of their first dims, such as {elements.shape[:1]}."
             )
-        return jnp.broadcast_to(_spread(factors, elements.ndim), elements.shape)
+        factors = jnp.expand_dims(factors, range(factors.ndim, elements.ndim))
+        return jnp.broadcast_to(factors, elements.shape)
 
 
 class MeanMetric(Metric):
@@ -235,7 +237,3 @@ def find(named: Mapping[str, Any], name: str, where: str, way_out: str = "") -> 
         f"({', '.join(map(repr, names)) or 'none'}).{did_you_mean(name, names)}"
         f"{way_out}"
     )
-
-
-def _spread(x: jax.Array, ndim: int) -> jax.Array:
-    return jnp.expand_dims(x, tuple(range(x.ndim, ndim)))

@@ -81,15 +81,8 @@ class PrecisionPolicy:
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
-            if value is None:
-                continue
-            dtype = None
-            with contextlib.suppress(TypeError):
-                dtype = jnp.dtype(value)
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                msg = f"PrecisionPolicy({name}={value!r}): expected a floating-point "
-                raise StateError(f"{msg}dtype, as 'bfloat16'.")
-            object.__setattr__(self, name, dtype)  # as a dtype, to compare and hash by
+            if value is not None:  # as a dtype, to compare and hash by
+                object.__setattr__(self, name, jnp.finfo(jnp.dtype(value)).dtype)
 
 
 Precision: TypeAlias = str | PrecisionPolicy

@@ -10,6 +10,5 @@ from meshlayout.testing.verification import (
     VerificationError as VerificationError,
     assert_layout as assert_layout,
     expect_communication as expect_communication,
-    one_device_mesh as one_device_mesh,
     verify as verify,
 )

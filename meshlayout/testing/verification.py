@@ -14,7 +14,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.arrays.placement import array_text, is_same_layout
-from meshlayout.errors import LayoutError, MeshError, MeshLayoutError, did_you_mean
+from meshlayout.errors import LayoutError, MeshLayoutError, did_you_mean
 from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.layout import Layout, as_layout
 from meshlayout.layout_map import LayoutMap, activate
@@ -84,8 +84,8 @@ def verify(
     """Checks that a step has the same results on a mesh as on one device.
 
     The step runs from copies of `state` on the mesh, and on its first device alone,
-    where the current mesh is `one_device_mesh(mesh)` and `constrain` has no effect. A
-    step that is also wrong on one device goes unnoticed.
+    where the current mesh has the same axes, of size 1, and `constrain` has no effect.
+    A step that is also wrong on one device goes unnoticed.
 
     Integers and PRNG keys must be equal; NaN is equal to NaN. Floats may differ by the
     rounding of a sum, relative to the leaf's largest value, and by 12 times the effect
@@ -114,7 +114,8 @@ def verify(
     """
     num_steps = _checks.count("num_steps", num_steps, error=VerificationError)
     mesh = _mesh_of((state, batch, args, kwargs))
-    one = one_device_mesh(mesh)
+    sizes, devices = dict.fromkeys(mesh.axis_names, 1), mesh.local_devices[:1]
+    one = create_mesh(sizes, devices=devices, axis_types=mesh.axis_types)
     # One map for all steps, as JAX compiles everything anew for another.
     no_rules = LayoutMap(one)
     # Compiled as on one device: run eagerly, it would round differently.
@@ -256,24 +257,6 @@ def _compared(
         f"that differ: {num_wrong:,} of {values.size:,}."
     )
     return Difference(path, largest, allowed, text)
-
-
-def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
-    """Returns a mesh with the same axes, of size 1, on this process's first device.
-
-    Raises:
-        MeshError: If this process has no devices in the mesh.
-
-    Examples:
-        >>> import meshlayout as ml
-        >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
-        Mesh(batch=1, model=1)
-    """
-    mesh = as_mesh(mesh)
-    if not mesh.local_devices:
-        raise MeshError(f"one_device_mesh: this process has no devices in {mesh!r}.")
-    sizes, types = dict.fromkeys(mesh.axis_names, 1), mesh.axis_types
-    return create_mesh(sizes, devices=mesh.local_devices[:1], axis_types=types)
 
 
 def _to_one_device(
