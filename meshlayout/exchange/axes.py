@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from meshlayout import _checks
-from meshlayout.errors import MeshError
+from meshlayout.errors import LayoutError, MeshError
 from meshlayout.mesh import Mesh, as_mesh
 
 
@@ -80,7 +80,7 @@ def find_axis(
     return MeshAxis(name, size, found) if size > 1 else None
 
 
-def run_on_auto_axes(
+def on_auto_axes(
     function: Callable[..., Any], axis: MeshAxis | None, specs: Any, *operands: Any
 ) -> Any:
     """Returns `function(axis, *operands)`, computed on Auto axes of the mesh.
@@ -93,15 +93,18 @@ def run_on_auto_axes(
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
     on_mesh = functools.partial(NamedSharding, axis.mesh)
 
-    def placed(x: jax.Array) -> jax.Array:
-        return jax.sharding.reshard(x, on_mesh(jax.typeof(x).sharding.spec))
-
     run = jax.sharding.auto_axes(
         functools.partial(function, replace(axis, mesh=mesh)),
         axes=tuple(axis.mesh.explicit_axes),
         out_sharding=jax.tree.map(on_mesh, specs),
     )
-    return jax.jit(run)(*jax.tree.map(placed, operands))
+    return jax.jit(run)(*operands)
+
+
+def require(where: str, passes: object, fact: str, fix: str = "") -> None:
+    """Raises a LayoutError that states a fact, and the fix, unless a check passes."""
+    if not passes:
+        raise LayoutError(f"{where}: {fact}.{fix and ' '}{fix}")
 
 
 def nearest(value: int, numbers: int | Sequence[int]) -> str:

@@ -69,14 +69,11 @@ def attend_on_one_device(rules: Rules, inputs: Inputs) -> jax.Array:
         block = Block(rules, k, v, (*masks, *rules.visible(rows, columns)))
         weights = jax.nn.softmax(block.scores(q))
         return rules.product("bkgts,bskd->btkgd", weights, v).astype(q.dtype)
-    num_heads = q.shape[2] * q.shape[3]
-    joined, heads = None, (*q.shape[:2], num_heads, q.shape[-1])
-    if masks:
-        shape = (len(q), *q.shape[2:4], len(rows), len(columns))
-        joined = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
-        joined = joined.reshape(len(q), num_heads, *shape[3:])
+    joined = functools.reduce(jnp.logical_and, masks) if masks else None
+    if joined is not None:
+        joined = joined.reshape(len(joined), -1, *joined.shape[3:])
     out = jax.nn.dot_product_attention(
-        *(q.reshape(heads), k, v, None, joined),
+        *(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v, None, joined),
         scale=rules.scale,
         is_causal=rules.causal,
         local_window_size=rules.window,

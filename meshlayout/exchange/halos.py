@@ -8,44 +8,34 @@ of random programs that were compared with one device.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from meshlayout._annotations import Equation
 
 
-class _Window(NamedTuple):
-    dim: int
-    size: int  # with its dilation
-    stride: int
-    padding: tuple[int, int]
-    num_inputs: int
-    num_outputs: int
-
-
 def is_sure(eqn: Equation, shards: Mapping[int, int]) -> bool:
     """Returns whether XLA is right for so many shards, but for gradients of kernels."""
     is_pooling = "window_dimensions" in eqn.params
     is_scatter = eqn.primitive.name == "select_and_scatter_add"
-    for window in _windows(eqn):
-        num_shards = shards.get(window.dim, 1)
-        sizes = window.num_inputs, window.num_outputs
-        inputs, outputs = (-(-size // num_shards) for size in sizes)
-        num_used = -(-window.num_outputs // max(outputs, 1))
+    for dim, size, stride, padding, num_inputs, num_outputs in _windows(eqn):
+        num_shards = shards.get(dim, 1)
+        inputs, outputs = (-(-n // num_shards) for n in (num_inputs, num_outputs))
+        num_used = -(-num_outputs // max(outputs, 1))
         if num_shards > 1 and (
-            window.stride > 2
-            or window.size > (min if is_pooling else max)(inputs, outputs) + 1
-            or not 0 <= min(window.padding) <= max(window.padding) < window.size
+            stride > 2
+            or size > (min if is_pooling else max)(inputs, outputs) + 1
+            or not 0 <= min(padding) <= max(padding) < size
             or num_used < num_shards - 1
-            or (is_scatter and window.size >= 2 * window.stride)
+            or (is_scatter and size >= 2 * stride)
         ):
             return False
     return True
 
 
-def _windows(eqn: Equation) -> Iterator[_Window]:
-    """Yields the windows along each dim in which they move."""
+def _windows(eqn: Equation) -> Iterator[tuple[Any, ...]]:
+    """Yields the dim, dilated size, stride, padding, inputs and outputs of windows."""
     params, names = eqn.params, ("window_dimensions", "window_strides", "padding")
     images, outputs = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if names[0] in params:
@@ -54,7 +44,7 @@ def _windows(eqn: Equation) -> Iterator[_Window]:
         windows = zip(*(params[name] for name in names), images, outputs, strict=True)
         for dim, window in enumerate(windows):
             if window[:3] != (1, 1, (0, 0)):
-                yield _Window(dim, *window)
+                yield (dim, *window)
         return
     numbers, kernel = params["dimension_numbers"], eqn.invars[1].aval.shape
     for i, dim in enumerate(numbers.lhs_spec[2:]):
@@ -62,7 +52,7 @@ def _windows(eqn: Equation) -> Iterator[_Window]:
         spread, (low, high) = params["lhs_dilation"][i], params["padding"][i]
         padding = low, min(high, size - 1) if spread > 1 else high  # of gradients
         stride, out = max(params["window_strides"][i], spread), numbers.out_spec[2 + i]
-        yield _Window(dim, size, stride, padding, images[dim], outputs[out])
+        yield dim, size, stride, padding, images[dim], outputs[out]
 
 
 def may_shard(

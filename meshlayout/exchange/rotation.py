@@ -93,9 +93,8 @@ class Ring:
             following = self.axis.shift(keys, 1)
             return (following, visit(shift, keys, carry)), None
 
-        if self.last - self.first > 1:
-            shifts = jnp.arange(self.first + 1, self.last)
-            (following, carry), _ = jax.lax.scan(step, (following, carry), shifts)
+        shifts = jnp.arange(self.first + 1, self.last)
+        (following, carry), _ = jax.lax.scan(step, (following, carry), shifts)
         return visit(self.last, following, carry)
 
     def blocks(
@@ -126,8 +125,7 @@ class Ring:
             if is_partial:
                 columns = offset + jnp.arange(self.num_columns)
                 masks += self.rules.visible(start + jnp.arange(self.num_rows), columns)
-                num_columns = self.num_columns * self.axis.size
-                if not self.zigzag and num_columns > self.num_keys:
+                if self.num_columns * self.axis.size > self.num_keys:
                     padding = [(columns < self.num_keys)[None, None, None, None]]
             if mask is not None:
                 size = self.num_columns
@@ -162,9 +160,8 @@ def attend_on_ring(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
     ring = Ring(axis, rules, zigzag, num_rows, num_columns, num_keys, first, last)
 
     def padded(x: jax.Array, dim: int, size: int) -> jax.Array:
-        padding = (0, size * parts - x.shape[dim])
-        widths = [padding if d == dim else (0, 0) for d in range(x.ndim)]
-        return jnp.pad(x, widths) if padding[1] else x
+        sizes = enumerate(x.shape)
+        return jnp.pad(x, [(0, (size * parts - n) * (d == dim)) for d, n in sizes])
 
     rows = q, segment_ids, mask
     q, segment_ids, mask = jax.tree.map(lambda x: padded(x, 1, num_rows), rows)

@@ -13,6 +13,7 @@ The layers of one stage are written out: in nested loops, the TPU compiler would
 data-parallel gradients for every microbatch (tests/test_pipeline.py notices).
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.errors import LayoutError, LayoutMapError
-from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
+from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -136,6 +137,7 @@ def pipeline(
         (4, 16)
     """
     where = _checks.Context(where="pipeline", error=LayoutError)
+    check = functools.partial(require, "pipeline")
     _checks.function("block", block, "params", "x", **where)
     count = _checks.count("microbatches", microbatches, **where)
     is_circular = _checks.choice("schedule", schedule, _SCHEDULES, **where) != "gpipe"
@@ -144,52 +146,42 @@ def pipeline(
     (rows,) = _leading("x", x, 1)
     found = find_axis(axis, mesh, "pipeline", count)
     size = 1 if found is None else found.size
-    what, problem, fix = "layers", "", ""
+    what = "layers"
     if rounds is not None:
-        what = "layers of a round"
-        rounds = _checks.count("rounds", rounds, **where)
-        if not is_circular:
-            problem = f"rounds={rounds} is for schedule='circular': leave it out"
-        elif rounds != lead[0]:
-            dims = f"the leading dims of stacked_params are {lead}"
-            problem = f"rounds={rounds}, but {dims}, not (rounds, layers of a round)"
-    elsewhere = {axis, *_jax.manual_axis_sizes()}
-    row_axes = () if found is None else batch_axes(found.mesh)
-    row_axes = tuple(name for name in row_axes if name not in elsewhere)
-    shards = math.prod(found.mesh.shape[x] for x in row_axes) if found else 1
-    counts = [n for n in range(1, rows + 1) if rows % n == 0]
-    shards, row_axes = (shards, row_axes) if rows % shards == 0 else (1, ())
-    if lead[-1] % size:
-        problem = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
-        fix = nearest(lead[-1], size)
-    elif found is not None and (rows % count or rows // count % shards):
-        problem = f"{rows} rows do not divide into microbatches={count}"
-        problem += f" of rows for {shards} shards over {row_axes}" * (shards > 1)
-        fix = nearest(count, [n for n in counts if rows // n % shards == 0])
-    if problem:
-        raise LayoutError(f"pipeline: {problem}. {fix}".rstrip())
+        what, rounds = "layers of a round", _checks.count("rounds", rounds, **where)
+        check(is_circular, f"{rounds=} is for schedule='circular': leave it out")
+        fact = f"{rounds=}, but the leading dims of stacked_params are {lead}"
+        check(rounds == lead[0], f"{fact}, not (rounds, layers of a round)")
+    fact = f"{lead[-1]} {what} do not divide into {size} stages over {axis!r}"
+    check(lead[-1] % size == 0, fact, nearest(lead[-1], size))
 
     def layer(params: PyTree, x: X) -> X:
         y = block(params, x)
-        if _form(y) != _form(x):
-            fact = f"the block got {_form(x)} and returned {_form(y)}"
-            fix = "A layer returns what the next one takes: cast or reshape it"
-            raise LayoutError(f"pipeline: {fact}. {fix}.")
+        fact = f"the block got {_form(x)} and returned {_form(y)}"
+        fix = "A layer returns what the next one takes: cast or reshape it."
+        check(_form(y) == _form(x), fact, fix)
         return y
 
     if found is None:
-        layers = _reshape(stacked_params, num_dims, (math.prod(lead),))
+        layers = _reshape(stacked_params, num_dims, (-1,))
         return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
+    elsewhere = {axis, *_jax.manual_axis_sizes()}
+    row_axes = tuple(name for name in batch_axes(found.mesh) if name not in elsewhere)
+    shards = math.prod(found.mesh.shape[name] for name in row_axes)
+    shards, row_axes = (shards, row_axes) if rows % shards == 0 else (1, ())
+    fact = f"{rows} rows do not divide into microbatches={count}"
+    fact += f" of rows for {shards} shards over {row_axes}" * (shards > 1)
+    counts = [n for n in range(1, rows + 1) if rows % (n * shards) == 0]
+    check(rows % (count * shards) == 0, fact, nearest(count, counts))
     rounds = rounds or (lead[0] // size if is_circular else 1)
-    dims = (rounds, size, math.prod(lead) // (rounds * size))
 
     def run(mesh_axis: MeshAxis, params: PyTree, x: X) -> X:
         grid = _Grid(mesh_axis, row_axes, (shards, count, rows // count // shards))
-        params = grid.lay(_reshape(params, num_dims, dims), 1)
+        params = grid.lay(_reshape(params, num_dims, (rounds, size, -1)), 1)
         return _run(grid, layer, params, x, remat=remat)
 
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, x)
-    return run_on_auto_axes(run, found, specs, stacked_params, x)
+    return on_auto_axes(run, found, specs, stacked_params, x)
 
 
 @dataclass(frozen=True)
@@ -276,10 +268,8 @@ def _run(
             queue = jax.lax.dynamic_update_index_in_dim(queue, waiting, slot, 1)
             return grid.lay(state, 0, 1), grid.lay(queue, 0, 2)
 
-        leaves, treedef = jax.tree.flatten(state)
-        pairs = [*map(leaf, leaves, jax.tree.leaves(queue))]
-        state, queue = map(treedef.unflatten, zip(*pairs, strict=True))
-        return state, queue
+        pairs = jax.tree.map(leaf, state, queue)
+        return jax.tree.transpose(jax.tree.structure(state), None, pairs)
 
     # Not to store masks of the size of the state for the backward pass.
     exchange = jax.checkpoint(exchange, prevent_cse=False)
@@ -310,10 +300,10 @@ def _form(tree: PyTree) -> str:
 def _leading(name: str, tree: PyTree, count: int) -> tuple[int, ...]:
     """Returns the leading dims that all arrays of a tree have."""
     shapes = sorted({np.shape(leaf)[:count] for leaf in jax.tree.leaves(tree)})
-    if len(shapes) != 1 or len(shapes[0]) < count or 0 in shapes[0]:
-        fact = f"arrays that all have the same leading dims, {count} at least"
-        found = ", ".join(map(str, shapes)) or "none"
-        raise LayoutError(f"pipeline: {name} must hold {fact}; they are {found}.")
+    passes = len(shapes) == 1 and len(shapes[0]) == count and 0 not in shapes[0]
+    fact = f"arrays that all have the same leading dims, {count} at least"
+    found = ", ".join(map(str, shapes)) or "none"
+    require("pipeline", passes, f"{name} must hold {fact}; they are {found}")
     return shapes[0]
 
 

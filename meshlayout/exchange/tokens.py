@@ -6,10 +6,10 @@ Overflow goes in later rounds, which are skipped if no device needs them: nothin
 dropped, however uneven the load, and memory and bytes are those of an even one.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.arrays.placement import array_text
 from meshlayout.errors import LayoutError
-from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, run_on_auto_axes
+from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
 from meshlayout.mesh import Mesh
 
 
@@ -45,9 +45,8 @@ def dispatch(
 
     It equals that of one device, in value and gradient. Experts are sharded over a mesh
     axis, rows of the batch over it and the batch's axes; one all-to-all sends tokens to
-    their experts, and one returns the results. Use this after a model's router. The
-    mesh is that of the step, or of `jax.set_mesh`; without one, or on one without such
-    an axis, nothing is sent. Rows that do not divide are padded.
+    their experts, and one returns the results. Use this after a model's router. Rows
+    that do not divide are padded.
 
     Args:
         x: Tokens: (batch, length, features), or (tokens, features) without capacity.
@@ -62,7 +61,8 @@ def dispatch(
         capacity: The number of tokens that an expert takes per row of the batch; by
             default all. Others add nothing: first choices come before second ones, each
             in the order of the row (GShard, Lepikhin et al. 2020).
-        mesh: The mesh, if no step or `jax.set_mesh` gives it.
+        mesh: The mesh; by default that of the step, or of `jax.set_mesh`. Without one,
+            or if it lacks the axis, nothing is sent.
 
     Returns:
         An array of the tokens' shape, with the features and dtype of the results.
@@ -86,12 +86,19 @@ def dispatch(
         ((8, 3, 2), [[2.5, 2.5], [12.5, 12.5]])
     """
     mesh_axis = find_axis(axis, mesh, "dispatch")
-    num_experts = _checked_experts(params, mesh_axis)
+    size, check = mesh_axis.size if mesh_axis else 1, partial(require, "dispatch")
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+    leads, got = {shape[:1] for shape in shapes}, ", ".join(map(str, shapes)) or "none"
+    fact = "all params must be stacked over the experts in their first dim"
+    check(len(leads) == 1 and all(leads), f"{fact}, got {got}")
+    [[num_experts]] = leads
+    fact = f"{num_experts} experts do not divide among the {size} devices of mesh axis"
+    check(num_experts % size == 0, f"{fact} {axis!r}", nearest(num_experts, size))
     _checks.function("expert_fn", expert_fn, "params", "rows", "group_sizes")
     x, index, weights = map(jnp.asarray, (x, expert_index, weights))
     is_flat = x.ndim == index.ndim == 2
     if capacity is not None:
-        capacity = _checks.count("capacity", capacity, at_least=1, where="dispatch")
+        capacity = _checks.count("capacity", capacity, where="dispatch")
     fact = ""
     if x.ndim != 3 and not is_flat:
         fact = "tokens must have the shape (batch, length, features)"
@@ -103,30 +110,15 @@ def dispatch(
         fact = "expert_index must hold integers; lax.top_k returns them after weights"
     elif capacity is not None and is_flat:
         fact = "capacity is for each row of a batch: give (batch, length, features)"
-    if fact:
-        arrays = zip(("x", "expert_index", "weights"), (x, index, weights), strict=True)
-        got = ", ".join(array_text(name, a) for name, a in arrays)
-        raise LayoutError(f"dispatch: {fact}, got {got}.")
+    names = "x", "expert_index", "weights"
+    got = ", ".join(map(array_text, names, (x, index, weights)))
+    check(not fact, f"{fact}, got {got}")
     index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
-    run = functools.partial(_on_shards, _Exchange(num_experts, capacity, expert_fn))
+    run = partial(_on_shards, _Exchange(num_experts, capacity, expert_fn))
     spec = PartitionSpec(*jax.typeof(tokens[0]).sharding.spec[:2])
-    y = run_on_auto_axes(run, mesh_axis, spec, tokens, params)
+    y = on_auto_axes(run, mesh_axis, spec, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _checked_experts(params: PyTree, axis: MeshAxis | None) -> int:
-    """Returns how many experts the parameters are stacked over."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    count, *others = {shape[0] if shape else None for shape in shapes} or {None}
-    if others or count is None:
-        msg = "dispatch: all params must be stacked over the experts in their first dim"
-        raise LayoutError(f"{msg}, got {', '.join(map(str, shapes)) or 'none'}.")
-    if axis is not None and count % axis.size:
-        msg = f"dispatch: {count} experts do not divide among the {axis.size} devices"
-        hint = nearest(count, axis.size)
-        raise LayoutError(f"{msg} of mesh axis {axis.name!r}. {hint}")
-    return count
 
 
 def _on_shards(
@@ -141,11 +133,10 @@ def _on_shards(
     axes = axes if axis.name in axes else (*axes, axis.name)
     num_rows = len(tokens[0])
     padding = -num_rows % math.prod(axis.mesh.shape[name] for name in axes)
-    if padding:
-        pads = [(0, padding), (0, 0), (0, 0)]
-        # Tokens of ones: gradients of rows of zeros may be NaN.
-        values = zip(tokens, (1, exchange.num_experts, 0), strict=True)
-        tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
+    pads = [(0, padding), (0, 0), (0, 0)]
+    # Tokens of ones: gradients of rows of zeros may be NaN.
+    values = zip(tokens, (1, exchange.num_experts, 0), strict=True)
+    tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
     rows = PartitionSpec(axes)
     specs = (rows, rows, rows, PartitionSpec(axis.name))
     return axis.shard_map(exchange.run, specs, rows, *axes)(*tokens, params)[:num_rows]
@@ -167,8 +158,7 @@ class _Exchange:
         size = 1 if self.axis is None else self.axis.size
         bucket = index.size
         if self.capacity is not None:
-            limits = {"capacity": self.capacity, "num_experts": self.num_experts}
-            index = jax.vmap(functools.partial(_within_capacity, **limits))(index)
+            index = jax.vmap(self._within, (0, None))(index, self.capacity)
             bucket = min(bucket, num_rows * self.capacity * self.num_experts // size)
         elif size > 1:
             bucket = min(bucket, math.ceil(_SLACK * bucket / size))
@@ -205,7 +195,7 @@ class _Exchange:
             # All devices together take part in a round, or skip it. The backward pass
             # computes it again: what each round keeps would take memory, used or not.
             most = jax.lax.pmax(sent.max(), tuple(_jax.manual_axis_sizes()))
-            scan = functools.partial(jax.lax.scan, jax.checkpoint(visit_later), y)
+            scan = partial(jax.lax.scan, jax.checkpoint(visit_later), y)
             y = jax.lax.cond(most > bucket, lambda: scan(later)[0], lambda: y)
         return y.reshape(num_rows, length, -1)
 
@@ -235,12 +225,11 @@ class _Exchange:
         name = None if self.axis is None else self.axis.name
         return x if name is None else jax.lax.all_to_all(x, name, 0, 0, tiled=True)
 
-
-def _within_capacity(index: jax.Array, capacity: int, num_experts: int) -> jax.Array:
-    """Returns the experts of one row's tokens, none for those above capacity."""
-    ids = index.T.ravel()  # first choices before second ones
-    counts = jnp.bincount(ids, length=num_experts + 1)
-    rank = jnp.argsort(jnp.argsort(ids, stable=True))
-    rank -= (jnp.cumsum(counts) - counts)[ids]
-    kept = jnp.where(rank < capacity, ids, num_experts)
-    return kept.reshape(index.T.shape).T
+    def _within(self, index: jax.Array, capacity: int) -> jax.Array:
+        """Returns the experts of one row's tokens, none for those above capacity."""
+        ids = index.T.ravel()  # first choices before second ones
+        counts = jnp.bincount(ids, length=self.num_experts + 1)
+        rank = jnp.argsort(jnp.argsort(ids, stable=True))
+        rank -= (jnp.cumsum(counts) - counts)[ids]
+        kept = jnp.where(rank < capacity, ids, self.num_experts)
+        return kept.reshape(index.T.shape).T

@@ -1,13 +1,12 @@
 """Ready-made rules that lay out models on meshes, and code that runs on shards."""
 
 from meshlayout import _checks
-from meshlayout.exchange import (
+from meshlayout.exchange.attention import (
     all_to_all_attention as all_to_all_attention,
-    dispatch as dispatch,
-    pipeline as pipeline,
     ring_attention as ring_attention,
-    stages as stages,
 )
+from meshlayout.exchange.schedule import pipeline as pipeline, stages as stages
+from meshlayout.exchange.tokens import dispatch as dispatch
 from meshlayout.parallel.composition import (
     Composition as Composition,
     compose as compose,

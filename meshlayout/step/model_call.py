@@ -340,22 +340,18 @@ def gathering(params: PyTree) -> list[Interceptor]:
         return []
     [axis] = axes
     size, leaves = layouts.mesh.axis_size(axis or ()), _paths.flatten(params).leaves
-    kernels = {x.path: x.value for x in leaves if x.path.endswith("kernel")}
+    kernels = [x for x in leaves if x.path.endswith("/kernel")]
+    found = [layouts.match(x.path, x.value.shape, x.value.dtype) for x in kernels]
+    specs = {x.path: jax.tree.leaves(x.layout.specs[1:]) for x in found if x}
 
     def intercept(call: ModuleCall) -> Callable[..., Any]:
-        path = f"{call.path}/kernel"
-        kernel: Any = kernels.get(path)
-        found = kernel is not None and layouts.match(path, kernel.shape, kernel.dtype)
-        if not found or axis not in jax.tree.leaves(found.layout.specs[1:]):
-            return call.proceed
-
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if args and jnp.ndim(args[0]) == 3 and jnp.shape(args[0])[1] % size == 0:
-                tokens = constrain(constrain(args[0], "residual"), "inputs")
-                return call.proceed(tokens, *args[1:], **kwargs)
+                args = constrain(constrain(args[0], "residual"), "inputs"), *args[1:]
             return call.proceed(*args, **kwargs)
 
-        return gathered
+        is_cut = axis in specs.get(f"{call.path}/kernel", ())
+        return gathered if is_cut else call.proceed
 
     return [intercept]
 
