@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar, Unpack, cas
 import jax
 import numpy as np
 
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError, StateError, did_you_mean
 
 
 T = TypeVar("T")
@@ -275,12 +275,13 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 _MODULES = (contextlib, enum, functools)
 _INSIDE = (f"{Path(__file__).parent}/", *(str(x.__file__) for x in _MODULES))
-_NOTE_OF_JAX = "JAX has removed its internal frames"  # a test notices other words
+# Words of JAX; tests notice others.
+_NOTE_OF_JAX, _DELETED = "JAX has removed its internal frames", "Array has been deleted"
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
     "unbound axis name": "A step is one program over the whole batch, and its means "
     "cover all devices: only code in jax.shard_map needs pmean and psum.",
-    "Array has been deleted": "A step has used up the state of this array. "
+    _DELETED: "A step has used up the state of this array. "
     "Continue with the state that the step returned.",
     "Shape mismatch: got (": "Of outputs of shape (batch, 1), use the column: "
     "model(x)[:, 0].",
@@ -329,7 +330,9 @@ _HABITS = {
     "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
     "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
     "summary": "print(state) is the summary.",
-    "optimizer learning_rate lr": "Write trainer.state = trainer.state.replace(tx=tx).",
+    "optimizer tx learning_rate lr": "The optimizer is the state's: TrainState.create("
+    "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
+    "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
     "stop_training": "Write trainer.stop('why').",
     "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
@@ -405,6 +408,11 @@ def user_call(target: F) -> F:
             except TypeError:
                 _check_call(target, args, kwargs)
                 raise
+            except RuntimeError as error:
+                if _DELETED not in str(error):
+                    raise
+                used_up = StateError(f"{error} {_MEANINGS[_DELETED]}")
+                raise used_up.with_traceback(error.__traceback__) from None
         except (Exception, KeyboardInterrupt) as error:
             show_user_frames(error)
             raise  # bare, so that this frame is not added again
@@ -427,7 +435,7 @@ def _check_call(
             reflex = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
             reflex = "" if f"{name}s" in known else reflex
             hint = reflex or did_you_mean(name, known).strip()
-            names = ", ".join(x for x in known if x != "self")
+            names = ", ".join(x for x in known if x not in ("self", "cls"))
             if hint := hint or ("" if takes_any else f"It takes {names}."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         hint = _REFLEXES.get(where, "")
@@ -481,8 +489,9 @@ def show_user_frames(error: BaseException | None) -> None:
                 rest = TracebackType(rest, frame, frame.f_lasti, line)
             error.__traceback__ = rest
         notes = getattr(error, "__notes__", [])
+        said = "\n".join([str(error), *notes])
         for words, meaning in _MEANINGS.items():
-            if words in str(error) and meaning not in notes:
+            if words in said and meaning not in said:
                 error.add_note(meaning)
         notes[:] = [note for note in notes if _NOTE_OF_JAX not in note]
         error = error.__cause__ or error.__context__

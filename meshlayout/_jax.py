@@ -32,6 +32,9 @@ from jax._src import (
     xla_bridge,
 )
 from jax._src.array import ArrayImpl
+from jax._src.compiler import (
+    register_xla_runtime_error_handler as register_xla_runtime_error_handler,
+)
 from jax._src.interpreters import batching, mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax, parallel as jax_parallel
 from jax._src.lib import xla_client

@@ -53,6 +53,20 @@ def test_rules_without_effect_and_large_whole_leaves_are_named(mesh, tree):
     assert report.large_replicated == ("embed/embedding",)
 
 
+@pytest.mark.parametrize("shape", [(3, 3, 1, 8), (8, 1, 3, 3)])
+def test_what_may_be_a_grouped_kernel_is_noted_if_an_axis_is_left_over(mesh, shape):
+    kernel = {"kernel": jax.ShapeDtypeStruct(shape, "float32"), "bias": (8,)}
+    alone, dim = ml.create_mesh({"batch": 8}), shape.index(8)
+    channels = ml.LayoutMap(
+        mesh, {"kernel": [None] * dim + ["model"] + [None] * (3 - dim)}
+    )
+    (note,) = ml.LayoutMap(mesh).explain(kernel).notes
+    assert note.startswith("note: kernel: in a grouped convolution, XLA may multiply ")
+    assert note.endswith("a train step refuses that, jax.jit of your own does not")
+    for layouts in (channels, ml.LayoutMap(alone)):
+        assert not layouts.explain(kernel).notes
+
+
 def test_text_and_html_tell_every_leaf(mesh, tree):
     report = ml.LayoutMap(mesh, RULES).explain(tree)
     html = report._repr_html_()

@@ -500,7 +500,7 @@ def test_channels_are_followed_so_that_gradients_are_right(
     layouts, tree = decide(mesh_2x4, shapes, forward, images)
     assert only_cut(layouts, tree) == expected
     assert note_of(layouts, tree, "dw").endswith(
-        "kernel of a grouped convolution: XLA may multiply its gradient by the size of "
+        "in a grouped convolution, XLA may multiply a kernel's gradient by the size of "
         "an axis that shards no rows; a train step refuses that, jax.jit of your own "
         "does not"
     )

@@ -232,6 +232,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
     tpu = ml.distribute.TPUStrategy
     assert "Leave it out: ml.initialize()" in message_of(tpu, resolver="x")
     assert "resolver out: ml.initialize()" in message_of(tpu, "x")
+    for call in (ml.make_train_step, ml.Trainer, ml.Trainer(state).fit, state.replace):
+        assert "The optimizer is the state's: " in message_of(call, learning_rate=0.1)
+        assert "optimizer_by_path({'head'" in message_of(call, trainable="head")
     torch = {  # attributes of PyTorch's modules, functions and options
         state: "to cuda train eval parameters state_dict load_state_dict",
         ml: "fully_shard FullyShardedDataParallel init_process_group",

@@ -271,6 +271,9 @@ def _move(x: Leaf, layout: Layout, *, copy: bool) -> Any:
             return _jax.put(np.array(x) if isinstance(x, np.ndarray) else x, sharding)
         if isinstance(x, Tracer):  # of eager grad, which differentiates this
             return jax.device_put(x, sharding)
+        if x.is_deleted():  # which JAX would return as it is
+            msg = "a step has used up the state that this array is of. Continue with"
+            raise LayoutError(f"{msg} the state that the step returned.")
         moved = _jax.put(x, sharding)
         return _in_own_memory(moved) if copy else moved
     except (

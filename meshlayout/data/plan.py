@@ -200,7 +200,7 @@ class DataPlan:
             is_padded = self.options.remainder == "pad"
             found, index = find_weights(rows, spec, key, add=is_padded)
             if found is spec and index is not None and key == "weight":  # by default
-                self.clock.note("Examples are weighted by the source's 'weight'.")
+                self.clock.warn("Examples are weighted by the source's 'weight'.")
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full

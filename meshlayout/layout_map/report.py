@@ -17,13 +17,18 @@ from jax.typing import DTypeLike
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import LayoutMapError, did_you_mean
-from meshlayout.layout import Layout
+from meshlayout.layout import Layout, axes_of
 from meshlayout.mesh import Mesh, sizes_text
 
 
 # A replicated leaf gets a line if it is at least this share of the whole tree.
 _LARGE_SHARE = 0.01
 _LARGE_BYTES = 64 * 1024
+
+GROUPED = (
+    "in a grouped convolution, XLA may multiply a kernel's gradient by the size of an "
+    "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,7 @@ class Explanation(Resolved):
         leaves = self.resolutions
         return [
             *_grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
-            *_grouped("note", ((leaf.path, leaf.note) for leaf in leaves)),
+            *_grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
             *_grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
             *(f"dead {line}" for line in self.dead_lines()),
             *(
@@ -218,6 +223,15 @@ def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
     used, whole = sum(x.bytes_per_device for x in leaves), sum(x.nbytes for x in leaves)
     saving = 1 - used / whole if whole else 0
     return _render.bytes_text(used), f"{100 * saving:.0f}%"
+
+
+def _note(x: Resolution) -> str | None:  # that of a rule, or of a possible kernel
+    used = [axis for spec in x.current_layout.specs for axis in axes_of(spec)]
+    left = [
+        axis for axis, n in x.layout.mesh.shape.items() if n > 1 and axis not in used
+    ]
+    is_window = len(x.shape) == 4 and min(map(max, (x.shape[:2], x.shape[2:]))) <= 16
+    return x.note or (GROUPED if is_window and len(left) > 1 else None)
 
 
 def _placed_text(x: Resolution) -> str | None:

@@ -25,6 +25,7 @@ from meshlayout._batches import BATCH_AXES, batch_axes
 from meshlayout.errors import LayoutMapError, MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, activate, rules_for
+from meshlayout.layout_map.report import GROUPED
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import (
     OF_INPUTS,
@@ -229,10 +230,6 @@ _STREAM = "features that pass between layers: each would send all that it makes"
 _OTHER_DIM = "a matrix with the same dim is sharded along another one"
 _NOT_WORTH = "it would send more than ten times as much per byte as the others"
 _ADDED = "its rows are added to those of a larger table, which is sharded"
-_GROUPED = (
-    "kernel of a grouped convolution: XLA may multiply its gradient by the size of an "
-    "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
-)
 
 # Which candidates each excludes, and why.
 _Rivals: TypeAlias = dict[Factor, dict[Factor, str]]
@@ -268,7 +265,7 @@ def _choices(
             is_even = major in majors and major[0].size % num_shards == 0
             if dim is None and is_even and major[0].refusal() != OF_INPUTS:
                 dim, note = majors.index(major), "channels"
-            note = f"{note}; {_GROUPED}" if note else _GROUPED
+            note = f"{note}; {GROUPED}" if note else GROUPED
         yield dim, note, sends
 
 

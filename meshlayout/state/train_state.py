@@ -161,18 +161,14 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         with creation.eager_sharding_off():
             return nnx.merge(code.graphdef, self.params, self.model_state)
 
-    def _num_steps(self) -> int | str:
-        """Returns the step, `"?"` if it has no value; refuses a used-up state."""
-        self._refuse_used_up()
-        is_abstract = isinstance(self.step, (Tracer, jax.ShapeDtypeStruct, Layout))
-        return "?" if is_abstract else int(self.step)
+    def _is_used_up(self) -> bool:  # a step donates all arrays or none
+        return isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted()
 
     def _refuse_used_up(self) -> None:
-        # A step donates all arrays or none.
-        if isinstance(self.step, _jax.ArrayImpl) and self.step.is_deleted():
+        if self._is_used_up():
             raise StateError(
                 "a step has used up this state: it reused its memory. Continue with "
-                "the state that the step returned, or pass the step a copy: "
+                "what the step returned, or trainer.state, or pass the step a copy: "
                 "jax.tree.map(jnp.copy, state)."
             )
 
@@ -192,6 +188,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def replace(self, **changes: Any) -> Self:
         """Returns this state with new values of some fields; `tx` is the optimizer."""
+        known = {"tx", *(field.name for field in dataclasses.fields(self))}
+        for name in changes.keys() - known:
+            _checks.option("TrainState.replace", name, sorted(known))
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
@@ -275,10 +274,10 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             rows.append([path, text, str(Layout.of(x)) if is_placed else "?"])
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
         size = f"{num_params:,}" if num_params else "?"  # of layouts
-        try:
-            step = f"step={self._num_steps()}"
-        except StateError:
-            step = "used up by a step"
+        is_abstract = isinstance(self.step, (Tracer, jax.ShapeDtypeStruct, Layout))
+        step = "used up by a step"
+        if not self._is_used_up():
+            step = f"step={'?' if is_abstract else int(self.step)}"
         head = f"TrainState({step}, {size} parameters)"
         return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
 

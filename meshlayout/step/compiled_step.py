@@ -116,11 +116,97 @@ class _StepProgram:
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
         self.is_spread = len(self.devices) > 1
-        is_cpu = [device.platform == "cpu" for device in self.devices]
-        self.is_bounded = self.is_spread and all(is_cpu)
+        platforms = {device.platform for device in self.devices}
+        self.is_bounded = self.is_spread and platforms == {"cpu"}
         processes = {device.process_index for device in self.devices}
         self.has_peers = min(len(processes), jax.process_count()) > 1
         self.is_shared = self.has_peers and len(processes) == jax.process_count()
+
+    def caller(self, args: PyTree, kwargs: PyTree, *, donates: bool) -> Any:
+        """Returns what runs calls like one with these arguments, and refuses others.
+
+        In a loop, the program itself made the arrays of the TrainState and metrics: one
+        of them tells whether the state was used up. Other arrays must be checked, as
+        JAX would silently recompile, or (0.10, on several devices) end the process for
+        an array that was used up or is donated twice.
+        """
+        jitted, flatten, ref = self.jitted, default_registry.flatten, weakref.ref
+        if not self.is_spread:  # where JAX itself refuses them
+            return jitted
+        leaves = flatten((args, kwargs))[0]
+        num_donated = len(flatten(args[:donates])[0])
+        types = [*map(type, leaves)]
+        # Not of PRNG keys, which have to look for where they are, and are whole.
+        is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
+        shardings = [x.sharding for x in compress(leaves, is_compared)]
+        is_shared, is_bounded = self.is_shared, self.is_bounded
+        is_loop = type(args[0]) is TrainState and not (self.may_share or kwargs)
+        is_donated, is_first = is_loop and donates, True
+        last: Callable[[], object] = ref(args[0]) if is_loop else object
+        first = metrics = args[-1] if type(args[-1]) is Metrics else None
+        others = args[1:-1] if first or args[-1] is None else args[1:]
+        # To flatten them takes JAX longer than all else here.
+        is_flat = all(isinstance(x, jax.Array) for x in others)
+        is_dict = len(others) == 1 and type(others[0]) is dict
+        is_dict = is_dict and {*map(type, others[0].values())} == {_jax.ArrayImpl}
+        other_leaves = others[0].values() if is_dict else flatten(others)[0]
+        other_shardings = [*map(_jax.sharding_of, other_leaves)]
+
+        def is_like_last(*call: PyTree) -> bool:
+            leaves = flatten(call)[0]
+            compared = [*compress(leaves, is_compared)]
+            ids = {*map(id, leaves[:num_donated])}
+            return (
+                [*map(type, leaves)] == types
+                and [x.sharding for x in compared] == shardings
+                and not any(map(_jax.is_deleted, compared))
+                and len(ids) == num_donated
+                and ids.isdisjoint(map(id, leaves[num_donated:]))
+            )
+
+        def again(state: Any, *rest: Any, **kwargs: Any) -> Any:
+            global _num_in_flight
+            nonlocal last, metrics, is_first
+            is_next = state is last() and not state.step.is_deleted()
+            if is_next:
+                leaves: Any = rest
+                if rest and (rest[-1] is metrics or rest[-1] is first):
+                    leaves = rest[:-1]
+                try:
+                    if not is_flat:
+                        leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
+                    is_next = len(leaves) == len(other_shardings)
+                    # `strict=`, or == of a sharding with itself, takes a microsecond.
+                    for x, sharding in zip(leaves, other_shardings):  # noqa: B905
+                        is_same = x.sharding is sharding or x.sharding == sharding
+                        if not is_same or x.is_deleted():
+                            is_next = False
+                except AttributeError:  # of what is no array
+                    is_next = False
+            if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
+                raise OtherProgramError
+            is_first = False
+            if is_shared:
+                counts.steps += 1
+            try:
+                result = jitted(state, *rest, **kwargs)
+            except Exception:
+                counts.steps -= is_shared
+                raise
+            if is_donated:
+                last, aux = ref(result[0]), result[1]
+                metrics = aux if type(aux) is Metrics else None
+            if is_bounded:
+                _num_in_flight += 1
+                if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+                    _num_in_flight = 0
+                    # One array will do: a program's results are ready together.
+                    one = result[0].step if is_donated else result
+                    for leaf in flatten(one)[0][:1]:
+                        leaf.block_until_ready()
+            return result
+
+        return again
 
 
 class OtherProgramError(Exception):
@@ -217,96 +303,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         program = self._program(args, kwargs)
         if error and program is self._last:  # else, on other devices it may succeed
             raise error
-        again, seen = self._again(program, args, kwargs), self._seen
+        again, seen = program.caller(args, kwargs, donates=self._donates), self._seen
         with _may_trace(program, (args, kwargs)):
             result = again(*args, **kwargs)
         # After a trace, what the next call is given may be on a mesh by then.
         self._last, self.again = program, again if self._seen is seen else None
         return result
-
-    def _again(
-        self, program: _StepProgram, args: PyTree, kwargs: PyTree
-    ) -> Callable[..., Any]:
-        """Returns a function that runs calls like this one, and refuses others.
-
-        In a loop, the program itself made the arrays of the TrainState and metrics: one
-        of them tells whether the state was used up. Other arrays must be checked, as
-        JAX would silently recompile, or (0.10, on several devices) end the process for
-        an array that was used up or is donated twice.
-        """
-        jitted, flatten, ref = program.jitted, default_registry.flatten, weakref.ref
-        if not program.is_spread:  # where JAX itself refuses them
-            return jitted
-        leaves = flatten((args, kwargs))[0]
-        num_donated = len(flatten(args[: self._donates])[0])
-        types = [*map(type, leaves)]
-        # Not of PRNG keys, which have to look for where they are, and are whole.
-        is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
-        shardings = [x.sharding for x in compress(leaves, is_compared)]
-        is_shared, is_bounded = program.is_shared, program.is_bounded
-        is_loop = type(args[0]) is TrainState and not (program.may_share or kwargs)
-        is_donated, is_first = is_loop and self._donates, True
-        last: Callable[[], object] = ref(args[0]) if is_loop else object
-        first = metrics = args[-1] if type(args[-1]) is Metrics else None
-        others = args[1:-1] if first or args[-1] is None else args[1:]
-        # To flatten them takes JAX longer than all else here.
-        is_flat = all(isinstance(x, jax.Array) for x in others)
-        is_dict = len(others) == 1 and type(others[0]) is dict
-        is_dict = is_dict and {*map(type, others[0].values())} == {_jax.ArrayImpl}
-        other_leaves = others[0].values() if is_dict else flatten(others)[0]
-        other_shardings = [*map(_jax.sharding_of, other_leaves)]
-
-        def is_like_last(*call: PyTree) -> bool:
-            leaves = flatten(call)[0]
-            compared = [*compress(leaves, is_compared)]
-            ids = {*map(id, leaves[:num_donated])}
-            return (
-                [*map(type, leaves)] == types
-                and [x.sharding for x in compared] == shardings
-                and not any(map(_jax.is_deleted, compared))
-                and len(ids) == num_donated
-                and ids.isdisjoint(map(id, leaves[num_donated:]))
-            )
-
-        def again(state: Any, *rest: Any, **kwargs: Any) -> Any:
-            global _num_in_flight
-            nonlocal last, metrics, is_first
-            is_next = state is last() and not state.step.is_deleted()
-            if is_next:
-                is_known = rest and (rest[-1] is metrics or rest[-1] is first)
-                leaves: Any = rest[:-1] if is_known else rest
-                try:
-                    if not is_flat:
-                        leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
-                    for x, sharding in zip(leaves, other_shardings, strict=True):
-                        if x.sharding != sharding or x.is_deleted():
-                            is_next = False
-                except (AttributeError, ValueError):  # of what is no array; of others
-                    is_next = False
-            if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
-                raise OtherProgramError
-            is_first = False
-            if is_shared:
-                counts.steps += 1
-            try:
-                result = jitted(state, *rest, **kwargs)
-            except Exception:
-                counts.steps -= is_shared
-                raise
-            if is_donated:
-                last, aux = ref(result[0]), result[1]
-                metrics = aux if type(aux) is Metrics else None
-            if is_bounded:
-                _num_in_flight += 1
-                if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-                    _num_in_flight = 0
-                    # One array will do: a program's results are ready together.
-                    one = result[0].step if is_donated else result
-                    for leaf in flatten(one)[0][:1]:
-                        leaf.block_until_ready()
-            return result
-
-        return again
 
     def _program(
         self, args: PyTree, kwargs: PyTree, *, is_call: bool = True

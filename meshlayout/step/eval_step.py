@@ -73,7 +73,7 @@ class EvalStep(StateStep[Metrics]):
             _, total = loss.denominators(batch)
             parts, (_, values, outputs) = loss.parts(state, batch, state.rng, total)
             parts = {name: x.sum() for name, x in parts.items()}
-            parts |= loss.penalties(state.params)
+            parts |= {k: f(state.params) for k, f in loss.regularizers.items()}
             weight = loss.total_weight(batch)
             measured = loss.measured(values, outputs, batch)
             return objective.metrics_of_batch(parts, {}, weight, measured)

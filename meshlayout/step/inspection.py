@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 import meshlayout
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.layout import AnyMesh
+from meshlayout.mesh import sizes_text
 from meshlayout.state import TrainState
 
 
@@ -45,11 +46,6 @@ class StepMemory:
     donated_bytes: int  # how much of the output takes the memory of arguments
     temporary_bytes: int  # gradients, activations and the like
     code_bytes: int  # the program itself; 0 where it is in the host's memory
-
-    @property
-    def activation_bytes(self) -> int:
-        """Temporary bytes that cannot be gradients."""
-        return max(0, self.temporary_bytes - self.gradient_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -173,14 +169,9 @@ def _is_on_host(sharding: Sharding) -> bool:
     return "host" in kind and kind != default
 
 
-def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
-    """Returns the axes of a mesh as `"batch=2, model=4"`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-
-
 def _layout_text(layout: Any) -> str:
     if isinstance(layout, NamedSharding):
-        return f"{tuple(layout.spec)} on ({mesh_text(layout.mesh)})"
+        return f"{tuple(layout.spec)} on ({sizes_text(layout.mesh.shape)})"
     return str(layout or "no layout of its own")
 
 

@@ -8,6 +8,7 @@ images and kernel alike, else refused. From images in space, wrong axes are hidd
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
     Raises StepError where it would even if these were hidden from it. Inside another
-    jit layouts are known, and it is raised, when that is compiled. `windows` are the
+    jit layouts are known, and it is raised, while XLA compiles that. `windows` are the
     convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
     (state, *rest), named = call
@@ -69,6 +70,15 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
         callback = functools.partial(tell, index)
         jax.debug.inspect_array_sharding(leaves[index], callback=callback)
     return _Axes() if unknown else find()
+
+
+def _refusal(error: Exception) -> StepError | None:
+    """Returns the StepError of a callback that XLA's own error quotes, if any."""
+    quoted = re.search(r"StepError: (XLA would .*)", str(error))
+    return quoted and StepError(quoted[1])
+
+
+_jax.register_xla_runtime_error_handler(_refusal)
 
 
 def _is_kernel_gradient(window: Equation) -> bool:

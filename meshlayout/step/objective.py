@@ -148,10 +148,6 @@ class Loss:
             weights=weights,
         )
 
-    def penalties(self, params: PyTree) -> dict[str, jax.Array]:
-        """Returns the regularizers' penalties by name."""
-        return {name: penalty(params) for name, penalty in self.regularizers.items()}
-
 
 def _check_mode(before: PyTree, after: PyTree) -> None:
     """Warns of a Linen module's batch statistics that a train step does not change."""

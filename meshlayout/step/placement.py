@@ -18,7 +18,6 @@ from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
-from meshlayout.step.inspection import mesh_text
 from meshlayout.step.update import row_sharding
 
 
@@ -37,7 +36,7 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
         if size % shards:
             raise StepError(
                 f"the batch has {size} rows, which do not divide into {shards} shards "
-                f"over {', '.join(map(repr, axes))} of Mesh({mesh_text(mesh)}): every "
+                f"over {', '.join(map(repr, axes))} of {Mesh(mesh)!r}: every "
                 "device would compute all of them. Pad or drop rows, or take "
                 "ml.distribute_dataset(source, mesh), which pads the last batch and "
                 "gives the padding weight 0."
@@ -83,7 +82,7 @@ def check_divided(
     if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
         return
     raise StepError(
-        f"all {mesh.size} devices of Mesh({mesh_text(mesh)}) would compute the same: "
+        f"all {mesh.size} devices of {Mesh(mesh)!r} would compute the same: "
         "no array of the batch, and none of the state, is sharded over an axis. Shard "
         "the rows: ml.distribute_dataset(source, mesh) does over axes called "
         f"{', '.join(map(repr, BATCH_AXES))}, or ml.relayout(batch, mesh.layout("

@@ -120,7 +120,8 @@ def gradients_of(
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
     if loss.regularizers:
         slopes, penalties = jax.grad(
-            lambda params: total(loss.penalties(params)), has_aux=True
+            lambda params: total({k: f(params) for k, f in loss.regularizers.items()}),
+            has_aux=True,
         )(params)
         grads = jax.tree.map(jnp.add, grads, slopes)
         parts |= penalties
@@ -305,8 +306,10 @@ class Update:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._kept(is_finite, state, new)
             notes["skipped"] = 1 - is_finite.astype("float32")
-        nodes = jax.tree.leaves(new.opt_state, is_leaf=_has_rate)
-        rates = [x.hyperparams["learning_rate"] for x in nodes if _has_rate(x)]
+        # `optax.inject_hyperparams` keeps it, also for a schedule.
+        found = optax.tree.get_all_with_path(new.opt_state, "learning_rate")
+        key_text = jax.tree_util.keystr
+        rates = [x for keys, x in found if ".hyperparams[" in key_text(keys)]
         # Several, as those of `optimizer_by_path`, are none of the whole step's.
         shown = {"learning_rate": rates[0]} if len(rates) == 1 else {}
         return new, {**shown, **notes}
@@ -340,8 +343,3 @@ def _average(param: Leaf) -> Any:
     if isinstance(param, jax.ShapeDtypeStruct):
         return param.update(dtype=dtype)
     return jnp.array(param, dtype)  # a copy: the parameter is donated
-
-
-def _has_rate(node: PyTree) -> bool:
-    # `optax.inject_hyperparams` keeps it there, also for a schedule.
-    return "learning_rate" in (getattr(node, "hyperparams", None) or ())

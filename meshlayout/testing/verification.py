@@ -14,13 +14,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.arrays.placement import array_text, is_same_layout
-from meshlayout.errors import (
-    LayoutError,
-    MeshError,
-    MeshLayoutError,
-    StateError,
-    did_you_mean,
-)
+from meshlayout.errors import LayoutError, MeshError, MeshLayoutError, did_you_mean
 from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.layout import Layout, as_layout
 from meshlayout.layout_map import LayoutMap, activate
@@ -118,12 +112,7 @@ def verify(
         >>> print(verify(step, state, ml.arrays.ones(4, mesh.layout("batch"))))
         2 leaves agree on Mesh(batch=2, model=4) and on one device, steps: 1.
     """
-    context: Any = {"where": "verify", "error": VerificationError}
-    num_steps = _checks.count("num_steps", num_steps, **context)
-    leaves = jax.tree.leaves((state, batch, args, kwargs))
-    if any(getattr(x, "is_deleted", bool)() for x in leaves):
-        msg = "verify: a step has used up this state or its batch. Continue with what"
-        raise StateError(f"{msg} the step returned.")
+    num_steps = _checks.count("num_steps", num_steps, error=VerificationError)
     mesh = _mesh_of((state, batch, args, kwargs))
     one = one_device_mesh(mesh)
     # One map for all steps, as JAX compiles everything anew for another.

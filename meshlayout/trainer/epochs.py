@@ -90,6 +90,8 @@ class TrainerInput:
         steps_per_epoch: int | None = None,
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
+        self._warn = trainer._report.warn
+        self._ones = functools.lru_cache(1)(lambda n: self._on_mesh(np.ones(n, "f4")))
         self._trains, self._marks = where == "fit", where != "predict"
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         leaves = jax.tree.leaves(trainer.state)
@@ -128,7 +130,6 @@ class TrainerInput:
         self._num_given = 0  # batches of this pass
         self._number = self._num_done = 0  # batches of the epoch; before a resume
         self.size = 0  # rows of the first batch
-        self._ones: Any = None  # the weights of a batch without padding
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
         self.is_resumed = False
@@ -206,8 +207,7 @@ class TrainerInput:
             self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            sentence = "examples are weighted by %r of their batch."
-            self._trainer._tell(logging.INFO, sentence, self._key)
+            self._warn(f"Examples are weighted by {self._key!r} of their batch.")
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
@@ -225,33 +225,27 @@ class TrainerInput:
         # A larger one does not raise the size, as a resumed run may not see that one.
         shards = _batches.num_row_shards(self._layout)
         size = max(self.size, -(-rows // shards) * shards)
-        weights = get_weights(batch, self._key)
-        if self._marks and weights is None and rows == size:  # most, and placed once
-            if np.shape(self._ones) != (size,):
-                self._ones = self._on_mesh(np.ones(size, np.float32))
-            return _batches.with_weights(self._on_mesh(batch), self._key, self._ones)
         padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
-        if not self._marks:
-            return self._on_mesh(padded)
-        weights = get_weights(padded, self._key)
-        weights = np.ones(size, np.float32) if weights is None else np.asarray(weights)
-        weights = _batches.mask_padding(weights, np.arange(size) < rows)
-        return self._on_mesh(_batches.with_weights(padded, self._key, weights))
+        if self._marks:
+            known = get_weights(padded, self._key)
+            if known is None and rows == size:  # most, and placed once
+                weights = self._ones(size)
+            else:
+                weights = np.ones(size, "f4") if known is None else np.asarray(known)
+                weights = _batches.mask_padding(weights, np.arange(size) < rows)
+            padded = _batches.with_weights(padded, self._key, weights)
+        return self._on_mesh(padded)
 
     def _on_mesh(self, batch: Batch) -> Batch:
         layout, mesh, rows = self._layout, self._layout.mesh, num_examples(batch)
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
-            self._trainer._tell(
-                logging.WARNING,
-                "a batch of %d rows does not divide into %d shards: every device "
-                "computes all of it. To have it padded, return one loss per example; "
-                "if it is a tuple, also give Trainer weights=2.",
-                *(rows, num_shards),
+            self._warn(
+                f"a batch of {rows} rows does not divide into {num_shards} shards: "
+                "every device computes all of it. To have it padded, return one loss "
+                "per example; if it is a tuple, also give Trainer weights=2."
             )
             layout = mesh.layout(...)
-        if all(getattr(x, "shape", ()) for x in jax.tree.leaves(batch)):
-            return relayout(batch, layout)
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)
@@ -268,7 +262,8 @@ class TrainerInput:
         is_weighted = _batches.weights_of(example, key) is not None
         is_padded = last and _batches.takes_weights(example, key)
         if self._marks and (is_weighted or is_padded):
-            plan = DataPlan(lambda: rows, layout, {**shared, "weights": key})
+            shared, clock = {**shared, "weights": key}, self._trainer._report
+            plan = DataPlan(lambda: rows, layout, shared, clock=clock)
             where = f"in {self._opening}: batch 1{' of epoch 1' * self._trains}"
             with _batches.noted_batch(where, plan.element_spec):
                 if self._trainer._accepts(plan.element_spec, train=self._trains):
@@ -290,9 +285,8 @@ class TrainerInput:
             entry = get_weights(batch, name)
             kind = getattr(entry, "dtype", np.dtype(int)).kind
             if np.ndim(entry) == 1 and kind == "f":
-                told = "the data's entry %r does not weight the examples. If it is to,"
-                told = logging.WARNING, f"{told} give Trainer weights=%r."
-                self._trainer._tell(*told, name, name)
+                text = f"the data's entry {name!r} does not weight the examples. If it"
+                self._warn(f"{text} is to, give Trainer weights={name!r}.")
 
     def place(self) -> tuple[dict[str, int], Continues | None]:
         """Returns the place in the epoch, and the iterator, if it has a position."""

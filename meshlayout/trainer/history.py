@@ -58,8 +58,8 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
         raise KeyError(f"the history has no {name!r}, only {known}.{near}")
 
     def __repr__(self) -> str:
-        no_epochs = "History(no epochs)"
-        return self._rendered(_render.text_table) if self.epochs else no_epochs
+        text = self._rendered(_render.text_table)
+        return text if self.epochs else "History(no epochs)"
 
     def _repr_html_(self) -> str:
         return self._rendered(_render.html_table)

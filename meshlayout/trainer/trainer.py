@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import logging
 import math
 import warnings
 from collections import deque
@@ -20,6 +19,7 @@ from meshlayout import _checks, errors
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
+from meshlayout.data import PipelineReport
 from meshlayout.data.adapters.arrays import is_columns
 from meshlayout.data.plan import checked_seed
 from meshlayout.errors import MeshLayoutError
@@ -43,15 +43,12 @@ from meshlayout.trainer.history import History, unseen
 from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
-_log = logging.getLogger("meshlayout")
-
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN_LOSS = (
-    "the loss of epoch %d is NaN, as NaN in the data makes it, or labels that are not "
-    "below the number of classes (-1 counts as the last one). Parameters that are NaN "
-    "stay so: create the state and the trainer again. callbacks="
-    "[ml.callbacks.StopOnNaN()] stops, on_nonfinite='skip' leaves such steps out; "
-    "jax_debug_nans finds them."
+    "the loss is NaN, as NaN in the data makes it, or labels that are not below the "
+    "number of classes (-1 counts as the last one). Parameters that are NaN stay so: "
+    "create the state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] "
+    "stops, on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
 )
 
 
@@ -110,17 +107,14 @@ class Trainer(_checks.WithReflexes):
         pad: bool = True,
         **options: Any,
     ) -> None:
-        leaves = jax.tree.leaves(state)
-        if any(getattr(x, "is_deleted", bool)() for x in leaves):
-            msg = "Trainer: training has used up this state. Continue with the state of"
-            hint = "its trainer, or create it again, as by running the notebook's cell."
-            raise errors.StateError(f"{msg} {hint}")
         for name in ("train_step", "eval_step"):  # which a subclass may define
             where = f"{type(self).__name__}.{name}"
             _checks.function(where, getattr(self, name), "state", "batch", "metrics")
         self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         has_own = type(self).train_step is not Trainer.train_step
-        if leaves and loss_fn and not has_own:  # a state may be given later
+        if isinstance(state, TrainState):
+            state._refuse_used_up()
+        elif loss_fn and not has_own and jax.tree.leaves(state):  # else it comes later
             check_state("Trainer", state)
         # Whether the loss can leave padding out; None until it is asked.
         self._pads: bool | None = None if pad else False
@@ -132,7 +126,7 @@ class Trainer(_checks.WithReflexes):
         self._callbacks: list[Callback] = []
         self._metrics: Metrics | None = None
         self._columns: dict[str, list[Any]] = {}  # of the data frames of `fit`
-        self._told: set[str] = set()
+        self._report = PipelineReport()  # of a `fit`; it says nothing twice
 
     def __setattr__(self, name: str, value: object) -> None:
         if type(self) is Trainer and name[0] != "_" and name not in _FIELDS:
@@ -222,7 +216,7 @@ class Trainer(_checks.WithReflexes):
         epochs = _checks.count("epochs", epochs, where="fit")
         if steps_per_epoch is not None:
             _checks.count("steps_per_epoch", steps_per_epoch, where="fit")
-        seed = checked_seed(shuffle, "fit")
+        seed, self._report = checked_seed(shuffle, "fit"), PipelineReport()
         chosen = checked_callbacks(callbacks)
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
@@ -243,7 +237,7 @@ class Trainer(_checks.WithReflexes):
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
                 text = "held-out rows are weighted, too: validation_data= need not be."
-                self._tell(logging.WARNING, text)
+                self._report.warn(text)
             parts = split_rows(train, labels, batch_size, validation_split)
             (train, validation_data), labels = parts, None
         arrays = train, labels, batch_size, seed, steps_per_epoch
@@ -255,12 +249,11 @@ class Trainer(_checks.WithReflexes):
             validation = TrainerInput(self, *names, validation_data, None, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            step = int(self.state._num_steps())  # waits, but nothing is running yet
+            step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self._told.discard(_NAN_LOSS)  # each `fit` may begin with NaN in the parameters
         self.input, self._callbacks, self._metrics = source, chosen, None
         self._validation = validation
         if resume:
@@ -387,7 +380,7 @@ class Trainer(_checks.WithReflexes):
         self.history.add(position.epoch, logs)
         is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
         if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
-            self._tell(logging.WARNING, _NAN_LOSS, position.epoch)
+            self._report.warn(_NAN_LOSS)
         self._notify("on_epoch_end", position.epoch, logs)
 
     def _check_monitors(self, metrics: Mapping[str, Any]) -> None:
@@ -426,11 +419,6 @@ class Trainer(_checks.WithReflexes):
         for callback in self._callbacks:
             with _checks.noted(f"in {type(callback).__name__}.{moment}, {where}"):
                 getattr(callback, moment)(self, *args)
-
-    def _tell(self, level: int, sentence: str, *values: object) -> None:
-        if sentence not in self._told:  # once, with its first values
-            self._told.add(sentence)
-            _log.log(level, sentence, *values)
 
     def _accepts(self, batch: Batch, *, train: bool) -> bool:
         """Returns whether the loss can leave examples out; a mean cannot."""
