@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
+from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
@@ -187,10 +188,30 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values of some fields; `tx` is the optimizer."""
-        known = {"tx", *(field.name for field in dataclasses.fields(self))}
+        """Returns this state with new values of some fields.
+
+        Flax's and Optax's trees, also of NumPy arrays or on one device, become plain
+        dicts in the old layouts. `model=` stands for `params` and `model_state`.
+        """
+        known = {"tx", "model", *(field.name for field in dataclasses.fields(self))}
         for name in changes.keys() - known:
             _checks.option("TrainState.replace", name, sorted(known))
+        model = changes.pop("model", None)
+        if isinstance(model, nnx.Module):
+            changes["params"] = nnx.state(model, nnx.Param)
+            changes["model_state"] = self.model_state_of(model)
+        elif model is not None:
+            msg = f"replace takes an NNX module as model, got {_checks.shown(model)}."
+            raise StateError(f"{msg} Otherwise give params and model_state.")
+        trees = ("params", "opt_state", "model_state")
+        for name in filter(changes.__contains__, trees):  # on all processes in order
+            tree, like = _plain(changes[name]), getattr(self, name)
+            if name != "opt_state" or "tx" not in changes:
+                _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
+            changes[name] = self._on_mesh(tree, like)
+        if "extra" in changes:
+            like = {"ema": self.params, **self.extra}
+            changes["extra"] = self._on_mesh(_plain(changes["extra"]), like)
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
@@ -201,6 +222,24 @@ class TrainState(_checks.WithReflexes, Generic[T]):
                 way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
                 raise StateError(f"{msg} {way}")
         return dataclasses.replace(self, **changes)
+
+    def _on_mesh(self, tree: PyTree, like: PyTree) -> PyTree:
+        """Lays out arrays that do not lie on the mesh like those of the same paths."""
+        if not isinstance(self.step, _jax.ArrayImpl) or _jax.is_tracing():
+            return tree
+        mesh, flat = Layout.of(self.step).mesh, _paths.flatten(tree)
+        devices, moved, layouts = {*mesh.devices.flat}, {}, {}
+        olds = {leaf.path: leaf.value for leaf in _paths.flatten(like).leaves}
+        for path, x, _ in flat.leaves:
+            is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+            is_away = is_array and x.sharding.device_set != devices
+            if is_away or isinstance(x, (np.ndarray, np.generic)):
+                old, moved[path] = olds.get(path), x
+                fits = isinstance(old, jax.Array) and old.shape == x.shape
+                whole = Layout.replicated(mesh, x.ndim)
+                layouts[path] = Layout.of(old) if fits else whole
+        moved = copy_to_mesh(moved, layouts)
+        return flat.unflatten([moved.get(x.path, x.value) for x in flat.leaves])
 
     def apply_gradients(
         self, grads: PyTree, *, model: nnx.Module | nn.Module | None = None
@@ -219,15 +258,15 @@ class TrainState(_checks.WithReflexes, Generic[T]):
                 "streams as they were. Give it the model after its forward pass, or "
                 "to keep them, model=state.model."
             )
-        if isinstance(grads, nnx.State):
-            grads = nnx.to_pure_dict(grads)
+        grads = _plain(grads)
         _check_like("the gradients", grads, "state.params", self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         model_state = self.model_state
         if model is not None:
             model_state, what = self.model_state_of(model), "the model's state"
             _check_like(what, model_state, "state.model_state", self.model_state)
-        return self.replace(
+        return dataclasses.replace(
+            self,
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
             model_state=model_state,
@@ -257,7 +296,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         with_slots = {"opt_state": self.opt_state, "extra": self.extra}
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
-        tree = self.replace(
+        tree = dataclasses.replace(
+            self,
             **slots.layouts,
             **own.layouts,
             params=_like(self.params, params.layouts),
@@ -394,6 +434,20 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
         hint = "Write TrainState.create(build, optax.adam(1e-3), layouts)."
         raise StateError(f"{msg} {hint}")
     return optimizer
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """Returns a tree with nested dicts and raw arrays for Flax's states and boxes."""
+
+    def is_flax(node: PyTree) -> bool:
+        return isinstance(node, nnx.State) or _paths.is_box(node)
+
+    def plain(node: PyTree) -> PyTree:
+        if isinstance(node, nnx.State):
+            return nnx.to_pure_dict(node)
+        return _paths.box_value(node) if _paths.is_box(node) else node
+
+    return jax.tree.map(plain, tree, is_leaf=is_flax)
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:

@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar, get_args
 
 import jax
@@ -308,7 +308,7 @@ class StateStep(StepInspection, Generic[R]):
         """Returns the state and the batch as the compiled function takes them."""
         check_batch(batch, self.weights)
         if state not in _parts:
-            _parts[state] = state.replace(opt_state=(), extra={})
+            _parts[state] = replace(state, opt_state=(), extra={})
         return _parts[state], _placed(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
