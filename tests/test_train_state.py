@@ -135,7 +135,9 @@ def test_values_from_elsewhere_take_the_place_of_the_old_ones(make, place):
     assert_same_bits(new.params, state.params)
     boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,)), params)
     assert_same_bits(state.replace(params=boxed).params, state.params)
-    with pytest.raises(ml.StateError, match=r"the new params and .*: hidden/bias, "):
+    with pytest.raises(
+        ml.errors.StateError, match=r"the new params and .*: hidden/bias, "
+    ):
         state.replace(params=jax.tree.map(lambda x: x[:1], params))
 
 
@@ -147,7 +149,9 @@ def test_a_state_takes_a_trained_model_and_its_optimizer():
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert new.layouts.params == state.layouts.params
     assert_same_bits(new.params, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
-    with pytest.raises(ml.StateError, match="takes an NNX module as model, got 3"):
+    with pytest.raises(
+        ml.errors.StateError, match="takes an NNX module as model, got 3"
+    ):
         state.replace(model=3)
 
 

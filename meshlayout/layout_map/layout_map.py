@@ -33,6 +33,7 @@ from meshlayout.layout_map.report import (
     Resolution,
     Resolved,
     folded,
+    grouped,
     nearest_paths,
 )
 from meshlayout.layout_map.resolver import Options, Resolver
@@ -306,10 +307,16 @@ class LayoutMap(
         )
 
     def _check_used(self, resolved: Resolved) -> None:
-        """Warns or raises, as `unused` says, about rules that match no path."""
-        if lines := [*self._explain_resolved(resolved).dead_lines()]:
+        """Warns or raises, as `unused` says, about rules and axis names without use."""
+        leaves = [x for x in resolved.resolutions if "has no rule," in (x.note or "")]
+        names = [*grouped("axis names", ((x.path, x.note) for x in leaves))]
+        lines = [*self._explain_resolved(resolved).dead_lines(), *names]
+        if lines:
             hint = "Correct it, or, for activations, give the map unused='ignore'."
-            self._report_unused("\n".join([*lines, hint]))
+            table = (
+                "Correct them, or give logical_axes={'mlp': 'model', 'embed': None}."
+            )
+            self._report_unused("\n".join([*lines, table if names else hint]))
 
     def _report_unused(self, text: str) -> None:
         """Warns or raises, as `unused` says, with a text on unused rules."""

@@ -159,16 +159,16 @@ class Explanation(Resolved):
         """Everything that deserves a second look, one sentence each."""
         leaves = self.resolutions
         return [
-            *_grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
-            *_grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
-            *_grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
+            *grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
+            *grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
+            *grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
             *(f"dead {line}" for line in self.dead_lines()),
             *(
                 f"shadowed rule {pattern!r} decides nothing; where it matches, "
                 f"{', '.join(winners)} wins."
                 for pattern, winners in self.shadowed_rules.items()
             ),
-            *_grouped("large and replicated", ((p, "") for p in self.large_replicated)),
+            *grouped("large and replicated", ((p, "") for p in self.large_replicated)),
         ]
 
     def dead_lines(self) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _placed_text(x: Resolution) -> str | None:
     return text if x.placed else None
 
 
-def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+def grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
     """Yields texts about leaves, with one line for all leaves that share a text."""
     by_text: dict[tuple[str, str], list[str]] = {}
     for path, text in pairs:
