@@ -288,6 +288,12 @@ _MEANINGS = {
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
+    "flax.nnx.statelib.State'": "Parameters of a TrainState are nested dicts. For "
+    "labels, write ml.optimizer_by_path({'head': tx, '': None}).",
+    "'value_fn'": "A step has one gradient, and no line search, as optax.lbfgs has: "
+    "give it optax.lbfgs(linesearch=None).",
+    "should match the aval mesh": "The batch is on Explicit axes, as of jax.make_mesh, "
+    "the state on Auto ones: lay it out on the mesh of the state.",
     "argument passed to an apply function": "A step's model is bound to its variables: "
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
@@ -303,7 +309,7 @@ _HABITS = {
     "make_train_step": "Write make_train_step(loss_fn), and give the step the state.",
     "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
     "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
-    "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
+    "compile": "Write Trainer(state, loss_fn, metrics=...), or ml.compile_step(step).",
     "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
     "Mesh._internal_device_list": "JAX's own functions take mesh.jax_mesh.",
     "train_dataloaders train_dataloader train_loader fit.x fit.data": "Give the data "
@@ -320,9 +326,32 @@ _HABITS = {
     "TrainState.parameters": "Write state.params.",
     "TrainState.train TrainState.eval": "Leave it out: steps set it. For calls "
     "of your own, write model = state.model; model.eval().",
-    "fully_shard FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
+    "fully_shard FullyShardedDataParallel FSDP": "Write ml.parallel.fsdp(mesh).",
     "init_process_group": "Write ml.initialize().",
-    "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
+    "auto_wrap_policy use_orig_params": "Leave it out: weights are gathered where "
+    "they are used.",
+    "init_device_mesh DeviceMesh": "Write ml.create_mesh({'dp': 2, 'tp': 4}).",
+    "DistributedDataParallel DDP": "Leave it out: steps train on the whole mesh.",
+    "sharding_strategy reshard_after_forward": "Weights are resharded. ZeRO-2 is "
+    "ml.LayoutMap(mesh, {'^opt_state/': ml.zero_rule(mesh)}).",
+    "cpu_offload offload_policy": "Write fsdp(mesh) | {'^opt_state/': ml.zero_rule("
+    "mesh, memory_kind='pinned_host')}.",
+    "ignored_modules": "Write fsdp(mesh) | {'embed': [...]}, which keeps it whole.",
+    "mixed_precision mp_policy amp autocast scaler GradScaler": "Write "
+    "make_train_step(loss_fn, precision='bfloat16').",
+    "checkpoint_wrapper gradient_checkpointing": "Write "
+    "make_train_step(loss_fn, remat='blocks').",
+    "clip_grad_norm_ clip_grad_norm grad_clip": "Write "
+    "make_train_step(loss_fn, clip_norm=1.0).",
+    "get_rank get_world_size": "Write jax.process_index() or jax.process_count().",
+    "drop_last": "Write remainder='drop'.",
+    "num_workers pin_memory": "Leave it out: prefetch=2 batches are ready in advance.",
+    "distribute_dataset.seed set_epoch": "Write shuffle=0: a seed, for all epochs.",
+    "sampler": "Leave it out: shuffle=0 shuffles, and processes share the examples.",
+    "collate_fn": "Leave it out: examples are stacked. Others, give as a generator.",
+    "zero_grad backward": "Leave it out: make_train_step computes new gradients.",
+    "batch_stats": "Write state.model_state['batch_stats'].",
+    "wrt": "Write ml.optimizer_by_path({'lora': tx, '': None}).",
     "shard_axis": "Write axes='fsdp'.",
     "max_grad_norm gradient_clip_val max_norm": "Write clip_norm=1.0.",
     "restore.strict": "Write partial=True: what the checkpoint lacks keeps its values.",
@@ -330,13 +359,15 @@ _HABITS = {
     "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
     "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
     "summary": "print(state) is the summary.",
+    "TrainState.lr TrainState.learning_rate": "Write schedule(int(state.step)).",
     "optimizer tx learning_rate lr": "The optimizer is the state's: TrainState.create("
-    "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
+    "build, optax.adam(0.1)); later, state = state.replace(tx=tx).",
     "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
     "stop_training": "Write trainer.stop('why').",
     "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
+    "load": "Write ml.Checkpointer(directory).restore(state, step=1).",
     "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
@@ -355,6 +386,7 @@ _HABITS = {
     "steps validation_steps": "Pass lambda: itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
+    "DataLoader DistributedSampler": "Write ml.distribute_dataset(data, mesh, ...).",
     "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
     "global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
@@ -369,6 +401,7 @@ _HABITS = {
     "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
     "validation_batch_size": "Validation uses batch_size=, too.",
     "stratify": "Split the rows yourself, and give validation_data=.",
+    "scheduler lr_scheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
     "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
     "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",

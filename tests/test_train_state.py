@@ -309,3 +309,8 @@ def test_a_pattern_of_optimizer_by_path_that_matches_nothing_is_warned_of():
         UserWarning, match=r"'kernal' matches no path. Nearest: a/kernel\."
     ):
         tx.init({"a": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}})
+    tx = ml.optimizer_by_path({"hed": ADAM, "": None})
+    assert message_of(tx.init, {"head": {"kernel": jnp.ones(2)}}) == (
+        "optimizer_by_path: 'hed' matches no path. Nearest: head/kernel. All parameters "
+        "would be frozen."
+    )

@@ -48,7 +48,7 @@ from meshlayout.layout_map.rules import (
     Unused,
     parse_rule,
 )
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh import Mesh, auto_mesh
 
 
 @_checks.user_call
@@ -104,7 +104,7 @@ class LayoutMap(
         unused: Unused = "warn",
         logical_axes: "Mapping[str, Any] | Iterable[AxisRule] | None" = None,
     ) -> None:
-        mesh = as_mesh(mesh)
+        mesh = auto_mesh(mesh)
         where = _checks.Context(where="LayoutMap", error=LayoutMapError)
         self._options = Options(
             mesh,

@@ -198,10 +198,11 @@ class Explanation(Resolved):
         rows: list[list[str]] = []
         for rule, kinds in groups.items():
             sends = self.sends.get(rule)
-            for (path, array, layout), leaves in kinds.items():
+            for (_, array, layout), leaves in kinds.items():
                 if len(leaves) == 1:
                     path = leaves[0].path or "(the array)"
                 else:
+                    path = _merged(leaf.path for leaf in leaves)
                     array = f"{len(leaves)} x {array}"
                 sent = "" if sends is None else _render.bytes_text(sends)
                 rows.append([path, array, layout, rule, *_sizes(leaves), sent])
@@ -255,6 +256,12 @@ def folded(path: str) -> str:
     return re.sub("[0-9]+", "*", path)
 
 
+def _merged(paths: Iterable[str]) -> str:
+    """Returns paths that differ in numbers as one, with `*` where they do."""
+    parts = zip(*(re.split("([0-9]+)", path) for path in paths), strict=True)
+    return "".join(part[0] if len({*part}) == 1 else "*" for part in parts)
+
+
 def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     """Returns up to three paths whose last keys a pattern almost matches."""
     # The literal parts of a regular expression; everything else separates them.
@@ -265,4 +272,7 @@ def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     # Or the arrays of the same layer, for PyTorch's `head.weight`.
     head = letters.rpartition("/")[0]
     near = near or [end for end in ends if head and end.rpartition("/")[0] == head]
-    return tuple(ends[end] for end in near[:3])
+    if not near:  # or the arrays of a layer that is called like it
+        ends = {key.lower(): path for path in paths for key in path.split("/")}
+        near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
+    return tuple(dict.fromkeys(ends[end] for end in near[:3]))

@@ -341,8 +341,8 @@ def optimizer_by_path(
         ([-1.0, -1.0], [0.0, 0.0])
     """
     kinds = (optax.GradientTransformation, type(None))
-    values = optimizers.values() if isinstance(optimizers, Mapping) else ()
-    if not values or not all(isinstance(tx, kinds) for tx in values):
+    txs = [*optimizers.values()] if isinstance(optimizers, Mapping) else []
+    if not txs or not all(isinstance(tx, kinds) for tx in txs):
         raise StateError(
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
@@ -365,16 +365,19 @@ def optimizer_by_path(
         return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
 
     parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, tx in enumerate(values)
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(txs)
     }
     tx = optax.multi_transform(parts, labels)
 
     def init(params: PyTree) -> Any:
         paths = [leaf.path for leaf in _paths.flatten(params).leaves]
+        is_frozen = all(txs[int(label(path))] is None for path in paths)
         for text, pattern in zip(optimizers, patterns, strict=True):
             if not any(map(pattern.search, paths)):
                 near = ", ".join(nearest_paths(text, paths)) or "none"
                 msg = f"optimizer_by_path: {text!r} matches no path. Nearest: {near}."
+                if is_frozen:
+                    raise StateError(f"{msg} All parameters would be frozen.")
                 warnings.warn(msg, stacklevel=stack_level())
         return tx.init(params)
 
