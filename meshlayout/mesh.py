@@ -149,7 +149,7 @@ class Mesh(WithReflexes):
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
         """Returns `Layout(specs, self)`: the short form, one argument per dim."""
         if len(specs) == 1 and isinstance(specs[0], jax.sharding.PartitionSpec):
-            specs = specs[0]
+            specs = tuple(specs[0])
         # Through the package: the module of layouts is above this one.
         return meshlayout.Layout(specs, self, memory_kind=memory_kind)
 

@@ -203,15 +203,14 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         elif model is not None:
             msg = f"replace takes an NNX module as model, got {_checks.shown(model)}."
             raise StateError(f"{msg} Otherwise give params and model_state.")
-        trees = ("params", "opt_state", "model_state")
+        trees = ("params", "opt_state", "model_state", "extra")
         for name in filter(changes.__contains__, trees):  # on all processes in order
             tree, like = _plain(changes[name]), getattr(self, name)
-            if name != "opt_state" or "tx" not in changes:
+            if name == "extra":
+                like = {"ema": self.params, **like}
+            elif name != "opt_state" or "tx" not in changes:
                 _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
             changes[name] = self._on_mesh(tree, like)
-        if "extra" in changes:
-            like = {"ema": self.params, **self.extra}
-            changes["extra"] = self._on_mesh(_plain(changes["extra"]), like)
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
@@ -235,9 +234,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             is_away = is_array and x.sharding.device_set != devices
             if is_away or isinstance(x, (np.ndarray, np.generic)):
                 old, moved[path] = olds.get(path), x
-                fits = isinstance(old, jax.Array) and old.shape == x.shape
-                whole = Layout.replicated(mesh, x.ndim)
-                layouts[path] = Layout.of(old) if fits else whole
+                is_like = isinstance(old, jax.Array) and old.shape == x.shape
+                layouts[path] = Layout.of(old) if is_like else mesh.layout(...)
         moved = copy_to_mesh(moved, layouts)
         return flat.unflatten([moved.get(x.path, x.value) for x in flat.leaves])
 
