@@ -328,8 +328,7 @@ _HABITS = {
     "of your own, write model = state.model; model.eval().",
     "fully_shard FullyShardedDataParallel FSDP": "Write ml.parallel.fsdp(mesh).",
     "init_process_group": "Write ml.initialize().",
-    "auto_wrap_policy use_orig_params": "Leave it out: weights are gathered where "
-    "they are used.",
+    "auto_wrap_policy use_orig_params": "Leave it out: nothing is wrapped.",
     "init_device_mesh DeviceMesh": "Write ml.create_mesh({'dp': 2, 'tp': 4}).",
     "DistributedDataParallel DDP": "Leave it out: steps train on the whole mesh.",
     "sharding_strategy reshard_after_forward": "Weights are resharded. ZeRO-2 is "
@@ -339,10 +338,8 @@ _HABITS = {
     "ignored_modules": "Write fsdp(mesh) | {'embed': [...]}, which keeps it whole.",
     "mixed_precision mp_policy amp autocast scaler GradScaler": "Write "
     "make_train_step(loss_fn, precision='bfloat16').",
-    "checkpoint_wrapper gradient_checkpointing": "Write "
-    "make_train_step(loss_fn, remat='blocks').",
-    "clip_grad_norm_ clip_grad_norm grad_clip": "Write "
-    "make_train_step(loss_fn, clip_norm=1.0).",
+    "checkpoint_wrapper gradient_checkpointing": "Steps take remat='blocks'.",
+    "clip_grad_norm_": "Write make_train_step(loss_fn, clip_norm=1.0).",
     "get_rank get_world_size": "Write jax.process_index() or jax.process_count().",
     "drop_last": "Write remainder='drop'.",
     "num_workers pin_memory": "Leave it out: prefetch=2 batches are ready in advance.",
@@ -353,7 +350,7 @@ _HABITS = {
     "batch_stats": "Write state.model_state['batch_stats'].",
     "wrt": "Write ml.optimizer_by_path({'lora': tx, '': None}).",
     "shard_axis": "Write axes='fsdp'.",
-    "max_grad_norm gradient_clip_val max_norm": "Write clip_norm=1.0.",
+    "max_grad_norm gradient_clip_val max_norm grad_clip": "Write clip_norm=1.0.",
     "restore.strict": "Write partial=True: what the checkpoint lacks keeps its values.",
     "gradient_accumulation_steps no_sync": "Write accumulate=4.",
     "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
@@ -361,14 +358,15 @@ _HABITS = {
     "summary": "print(state) is the summary.",
     "TrainState.lr TrainState.learning_rate": "Write schedule(int(state.step)).",
     "optimizer tx learning_rate lr": "The optimizer is the state's: TrainState.create("
-    "build, optax.adam(0.1)); later, state = state.replace(tx=tx).",
+    "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
+    "make_train_step.optimizer make_train_step.lr": "The optimizer is the state's: "
+    "TrainState.create(build, optax.adam(0.1)).",
     "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
     "stop_training": "Write trainer.stop('why').",
     "Trainer.metrics": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
     "loss_fn": "A trainer keeps its own: write ml.Trainer(trainer.state, loss_fn).",
     "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
-    "load": "Write ml.Checkpointer(directory).restore(state, step=1).",
-    "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
+    "load load_weights restore": "Write ml.Checkpointer(directory).restore(state).",
     "save_best_only": "Write Checkpointer(directory, best=('val_loss', 'min')).",
     "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
     "score": "Write evaluate(x, y, batch_size=32)['accuracy'].",
@@ -386,9 +384,8 @@ _HABITS = {
     "steps validation_steps": "Pass lambda: itertools.islice(batches, n).",
     "max_to_keep": "Write ml.Checkpointer(directory, keep=3).",
     "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
-    "DataLoader DistributedSampler": "Write ml.distribute_dataset(data, mesh, ...).",
-    "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
-    "global_batch_size=8).",
+    "distribute_dataset DTensorDataset DataLoader DistributedSampler": "Write "
+    "ml.distribute_dataset(data, mesh, global_batch_size=8).",
     "cross_device_ops": "The compiler chooses the all-reduce: leave it out.",
     "resolver": "Leave it out: ml.initialize() finds the processes.",
     "TPUStrategy": "Leave the resolver out: ml.initialize() finds the processes.",
