@@ -135,6 +135,7 @@ def test_values_from_elsewhere_take_the_place_of_the_old_ones(make, place):
     assert_same_bits(new.params, state.params)
     boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,)), params)
     assert_same_bits(state.replace(params=boxed).params, state.params)
+    assert_same_bits(state.replace(extra={"ema": boxed}).extra["ema"], state.params)
     with pytest.raises(
         ml.errors.StateError, match=r"the new params and .*: hidden/bias, "
     ):

@@ -205,11 +205,14 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             raise StateError(f"{msg} Otherwise give params and model_state.")
         trees = ("params", "opt_state", "model_state", "extra")
         for name in filter(changes.__contains__, trees):  # on all processes in order
-            tree, like = _plain(changes[name]), getattr(self, name)
+            tree, like = changes[name], getattr(self, name)
             if name == "extra":
-                like = {"ema": self.params, **like}
-            elif name != "opt_state" or "tx" not in changes:
-                _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
+                olds = {"ema": self.params, **like}
+                like = {key: olds.get(key) for key in tree}
+            if name != "opt_state" or "tx" not in changes:
+                tree = _in_containers(tree, like)  # not Flax's, nor in its boxes
+                if name != "extra":
+                    _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
             changes[name] = self._on_mesh(tree, like)
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
@@ -256,7 +259,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
                 "streams as they were. Give it the model after its forward pass, or "
                 "to keep them, model=state.model."
             )
-        grads = _plain(grads)
+        if isinstance(grads, nnx.State):
+            grads = nnx.to_pure_dict(grads)
         _check_like("the gradients", grads, "state.params", self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         model_state = self.model_state
@@ -437,18 +441,13 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
     return optimizer
 
 
-def _plain(tree: PyTree) -> PyTree:
-    """Returns a tree with nested dicts and raw arrays for Flax's states and boxes."""
-
-    def is_flax(node: PyTree) -> bool:
-        return isinstance(node, nnx.State) or _paths.is_box(node)
-
-    def plain(node: PyTree) -> PyTree:
-        if isinstance(node, nnx.State):
-            return nnx.to_pure_dict(node)
-        return _paths.box_value(node) if _paths.is_box(node) else node
-
-    return jax.tree.map(plain, tree, is_leaf=is_flax)
+def _in_containers(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns a tree in the containers of another, if their paths are the same."""
+    values = {leaf.path: leaf.value for leaf in _paths.flatten(tree).leaves}
+    flat = _paths.flatten(like)
+    paths = [leaf.path for leaf in flat.leaves]
+    same = values.keys() == {*paths}
+    return flat.unflatten([values[path] for path in paths]) if same else tree
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
