@@ -5,6 +5,7 @@ it uses, and the launcher, which starts programs, loads nothing.
 """
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 
@@ -109,7 +110,10 @@ else:  # to a type checker, every misspelled name would be right
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:
             for module in () if name.startswith("_") else _MODULES:
-                if hasattr(importlib.import_module(f"{__name__}.{module}"), name):
+                value = getattr(
+                    importlib.import_module(f"{__name__}.{module}"), name, None
+                )
+                if value is not None and not inspect.ismodule(value):
                     msg = f"module {__name__!r} has no attribute {name!r}: write"
                     raise AttributeError(f"{msg} {__name__}.{module}.{name}")
             checks = importlib.import_module(f"{__name__}._checks")

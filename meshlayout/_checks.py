@@ -136,7 +136,7 @@ def choice(
 
 def option(where: str, name: str, known: Iterable[str]) -> None:
     """Raises an error for an option that is not known."""
-    hint = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+    hint = _reflexes().get(f"{where}.{name}") or _reflexes().get(name)
     if hint and name not in known:
         raise MeshLayoutError(f"{where} got {name}=. {hint}")
     choice(f"an option of {where}", name, known)
@@ -290,6 +290,12 @@ _MEANINGS = {
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
     "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
     "take precision='bfloat16' there.",
+    "flax.nnx.statelib.State'": "Parameters of a TrainState are nested dicts. For "
+    "labels, write ml.optimizer_by_path({'head': tx, '': None}).",
+    "'value_fn'": "A step has one gradient, and no line search, as optax.lbfgs has: "
+    "give it optax.lbfgs(linesearch=None).",
+    "should match the aval mesh": "The batch is on Explicit axes, as of jax.make_mesh, "
+    "the state on Auto ones: lay it out on the mesh of the state.",
     "argument passed to an apply function": "A step's model is bound to its variables: "
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
@@ -301,116 +307,13 @@ _MEANINGS = {
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",
 }
 
-# What users of other libraries write by habit, and what takes its place here.
-_HABITS = {
-    "create_mesh DeviceMesh init_device_mesh": "Write create_mesh({'batch': 2, "
-    "'model': 4}).",
-    "DataParallel ModelParallel ColwiseParallel RowwiseParallel parallelize_module "
-    "distribute_module set_distribution": "Give TrainState.create a map: "
-    "ml.parallel.data_parallel(mesh), ml.LayoutMap(mesh, rules).",
-    "TensorLayout": "Write ml.Layout(['batch', None], mesh).",
-    "dtensor": "Its names are here: ml.create_mesh, ml.Layout, ml.relayout.",
-    "list_devices": "Write jax.devices().",
-    "initialize_accelerator_system": "Leave it out: JAX starts the devices.",
-    "make_train_step": "Write make_train_step(loss_fn), and give the step the state.",
-    "apply_fn": "Write create(lambda: module.init(key, x), optimizer, module=module).",
-    "TrainState.optimizer": "It is state.tx; state.replace(tx=tx) sets it.",
-    "compile": "Write Trainer(state, loss_fn, metrics=...): nothing else is compiled.",
-    "Trainer": "Write Trainer(ml.TrainState.create(build, optimizer), loss_fn).",
-    "Mesh._internal_device_list": "JAX's own functions take mesh.jax_mesh.",
-    "train_dataloaders train_dataloader train_loader fit.x fit.data": "Give the data "
-    "first: fit(data, epochs=3).",
-    "val_dataloaders val_loader": "Write validation_data=.",
-    "ckpt_path resume_from_checkpoint": "Write resume=True beside a "
-    "callback that saves: ml.callbacks.Checkpoint(ml.Checkpointer(directory)).",
-    "limit_train_batches max_steps": "Write steps_per_epoch=.",
-    "state_dict": "Write ml.checkpoint.save_safetensors(file, state.params).",
-    "load_state_dict": "Write params = ml.checkpoint.load_safetensors(file, "
-    "state.params); state = state.replace(params=params).",
-    "TrainState.to TrainState.cuda Trainer.devices Trainer.strategy": "Layouts place "
-    "arrays on a mesh: TrainState.create(build, tx, layouts).",
-    "TrainState.parameters": "Write state.params.",
-    "TrainState.train TrainState.eval": "Leave it out: steps set it. For calls "
-    "of your own, write model = state.model; model.eval().",
-    "fully_shard FullyShardedDataParallel": "Write ml.parallel.fsdp(mesh).",
-    "init_process_group": "Write ml.initialize().",
-    "auto_wrap_policy": "Leave it out: weights are gathered where they are used.",
-    "shard_axis": "Write axes='fsdp'.",
-    "max_grad_norm gradient_clip_val max_norm": "Write clip_norm=1.0.",
-    "restore.strict": "Write partial=True: what the checkpoint lacks keeps its values.",
-    "gradient_accumulation_steps no_sync": "Write accumulate=4.",
-    "Trainer.max_epochs Trainer.callbacks": "Write fit(x, epochs=3, callbacks=[...]).",
-    "Trainer.logger": "Give fit a callback: callbacks=[ml.callbacks.Log(directory)].",
-    "summary": "print(state) is the summary.",
-    "optimizer tx learning_rate lr": "The optimizer is the state's: TrainState.create("
-    "build, optax.adam(0.1)); later, trainer.state = trainer.state.replace(tx=tx).",
-    "trainable": "Create the state with optimizer_by_path({'head': tx, '': None}).",
-    "stop_training": "Write trainer.stop('why').",
-    "Trainer.metrics loss_fn": "Write ml.Trainer(trainer.state, loss_fn, metrics=...).",
-    "save save_weights": "Write ml.Checkpointer(directory).save(step, state).",
-    "load_weights restore": "Write ml.Checkpointer(directory).restore(state, step=1).",
-    "Checkpoint.monitor save_best_only": "Write Checkpoint(ml.Checkpointer(directory, "
-    "best=('val_loss', 'min'))).",
-    "fit": "Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
-    "score": "Write evaluate(x, y, batch_size=32)['accuracy'].",
-    "Trainer.model": "Write model = trainer.state.model; model.eval().",
-    "train_on_batch": "Write ml.make_train_step(loss_fn)(state, batch).",
-    "ModelCheckpoint": "Write Checkpoint(ml.Checkpointer(directory, keep=3)).",
-    "TensorBoard": "Write Log(directory).",
-    "ReduceLROnPlateau": "Chain optax.contrib.reduce_on_plateau(patience=100).",
-    "AUC": "Write {'auc': metrax.AUCROC}; it reads 'predictions' and 'labels'.",
-    "MeanSquaredError MeanAbsoluteError": "Write Mean(values='error'), and return such "
-    "an output.",
-    "SparseCategoricalCrossentropy": "Call optax.softmax_cross_entropy_with_integer_"
-    "labels(logits, labels) in loss_fn.",
-    "history": "Index it directly, as in history['loss'].",
-    "initial_epoch": "fit continues by itself; with resume=True, from a checkpoint.",
-    "Checkpointer.steps": "Write ck.all_steps().",
-    "fit.steps evaluate.steps predict.steps validation_steps": "Pass "
-    "lambda: itertools.islice(batches, n).",
-    "max_to_keep DTensorCheckpoint": "Write ml.Checkpointer(directory, keep=3).",
-    "predict_proba": "Write predict(x, predict_fn=lambda model, x: ...).",
-    "distribute_dataset DTensorDataset": "Write ml.distribute_dataset(data, mesh, "
-    "global_batch_size=8).",
-    "cross_device_ops CrossDeviceOps NcclAllReduce CommunicationOptions RunOptions": ""
-    "The compiler chooses the all-reduce: leave it out.",
-    "InputOptions": "Write distribute_dataset(..., prefetch=2, per_process=True).",
-    "DistributedValues": "Write ml.distribute.PerReplica.",
-    "experimental_set_strategy": "Write `with strategy.scope():`.",
-    "resolver cluster_resolver TPUStrategy": "Leave it out: ml.initialize() "
-    "finds the processes.",
-    "experimental": "Names have no prefix here: ml.distribute.TPUStrategy.",
-    "VariableAggregation VariableSynchronization": "Write nnx.Variable(x, "
-    "aggregation='sum'), or 'per_replica'.",
-    "merge_call": "Write context.all_reduce('SUM', x), then call the function itself.",
-    "PerReplica.numpy PerReplica.mean PerReplica.sum": "Write strategy.gather(value, "
-    "axis=0), or strategy.reduce('MEAN', value, axis=0).",
-    "get_next get_next_as_optional": "Write next(iterator), or next(iterator, None).",
-    "latest_checkpoint": "Write ck.latest_step().",
-    "batch_dim": "Write Layout.batch_sharded(mesh, 'batch', rank=2).",
-    "validation_batch_size": "Validation uses batch_size=, too. Beside batches, cut "
-    "arrays by ml.distribute_dataset(data, ml.create_mesh(), global_batch_size=32).",
-    "validation_freq": "Every epoch validates: call trainer.evaluate in a callback.",
-    "jit_compile run_eagerly": "Leave it out: steps are always compiled.",
-    "explain": "Write layouts.explain(state), of a LayoutMap.",
-    "stratify": "Split the rows yourself, and give validation_data=.",
-    "LearningRateScheduler": "Give the optimizer a schedule: optax.adam(schedule).",
-    "LambdaCallback": "Write a subclass of ml.callbacks.Callback.",
-    "SparseCategoricalAccuracy": "Write ml.metrics.Accuracy(labels='y').",
-    "take": "Write itertools.islice(dataset, n).",
-    "DistributedDataset.shuffle": "Write distribute_dataset(..., shuffle=seed).",
-    "DistributedDataset.batch": "Write distribute_dataset(..., global_batch_size=32).",
-    "DistributedDataset.repeat": "Write distribute_dataset(..., epochs=None).",
-    "LayoutMap.scope": "Write `with ml.scope(layouts):`.",
-    "sharding_specs": "Write layout.specs, or Layout(['batch', None], mesh).",
-    "Accuracy.mesh Mean.mesh": "Leave it out.",
-    "DVariable distribute_tensor": "Write ml.relayout(x, layout).",
-    "default_mesh": "Write `with jax.set_mesh(mesh.jax_mesh):`.",
-    "GradientTape": "Write nnx.value_and_grad(loss_fn)(model), or jax.grad.",
-    "sample_weight class_weight": "Weights go into the data: {'x': x, 'y': y, "
-    "'weight': weights}.",
-}
-_REFLEXES = {name: hint for names, hint in _HABITS.items() for name in names.split()}
+
+@functools.cache
+def _reflexes() -> dict[str, str]:
+    """Returns what takes the place here of what users of other libraries write."""
+    lines = Path(__file__).with_name("habits.txt").read_text().splitlines()
+    pairs = (line.split(": ", 1) for line in lines if line and line[0] != "#")
+    return {name: hint for names, hint in pairs for name in names.split()}
 
 
 def user_call(target: F) -> F:
@@ -457,13 +360,13 @@ def _check_call(
     except TypeError as problem:
         takes_any = any(x.kind is x.VAR_KEYWORD for x in known.values())
         for name in [name for name in kwargs if name not in known]:
-            reflex = _REFLEXES.get(f"{where}.{name}") or _REFLEXES.get(name)
+            reflex = _reflexes().get(f"{where}.{name}") or _reflexes().get(name)
             reflex = "" if f"{name}s" in known else reflex
             hint = reflex or did_you_mean(name, known).strip()
             names = ", ".join(x for x in known if x not in ("self", "cls"))
             if hint := hint or ("" if takes_any else f"It takes {names}."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
-        hint = _REFLEXES.get(where, "")
+        hint = _reflexes().get(where, "")
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None
 
 
@@ -475,8 +378,8 @@ def names_of(module: dict[str, Any]) -> Callable[[str], NoReturn]:
 
 def unknown(owner: str, known: Iterable[str], name: str) -> NoReturn:
     """Raises AttributeError, which says what to write instead, or where to look."""
-    if name in _REFLEXES:
-        raise AttributeError(f"{owner} has no {name!r}. {_REFLEXES[name]}")
+    if name in _reflexes():
+        raise AttributeError(f"{owner} has no {name!r}. {_reflexes()[name]}")
     place = f"For names of other libraries, see {HOME}/tree/main/docs/coming_from."
     near = "" if name.startswith("_") else f".{did_you_mean(name, known)} {place}"
     raise AttributeError(f"{owner} has no attribute {name!r}{near}")
@@ -490,7 +393,7 @@ class WithReflexes:
         @user_call
         def __getattr__(self, name: str) -> Any:
             kind, plain = type(self), name.removeprefix("experimental_")
-            hint = _REFLEXES.get(f"{kind.__name__}.{name}") or _REFLEXES.get(name)
+            hint = _reflexes().get(f"{kind.__name__}.{name}") or _reflexes().get(name)
             if plain != name and hasattr(kind, plain):
                 hint = f"Write {plain}."
             # Private names are Python's to miss; a property is there, and has failed.

@@ -148,6 +148,8 @@ class Mesh(WithReflexes):
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
         """Returns `Layout(specs, self)`: the short form, one argument per dim."""
+        if len(specs) == 1 and isinstance(specs[0], jax.sharding.PartitionSpec):
+            specs = tuple(specs[0])
         # Through the package: the module of layouts is above this one.
         return meshlayout.Layout(specs, self, memory_kind=memory_kind)
 
@@ -241,6 +243,16 @@ class Mesh(WithReflexes):
 def as_mesh(value: Any) -> Mesh:
     """Returns a user's mesh as a `Mesh`, or raises MeshError."""
     return value if isinstance(value, Mesh) else Mesh(value)
+
+
+def auto_mesh(value: Any) -> Mesh:
+    """Returns a user's mesh as a `Mesh`; a JAX mesh, on Auto axes.
+
+    `jax.make_mesh` makes Explicit ones, on which a model has to name its layouts.
+    """
+    if isinstance(value, jax.sharding.Mesh):
+        value = jax.sharding.Mesh(value.devices, value.axis_names)
+    return as_mesh(value)
 
 
 def current_mesh() -> Mesh | None:

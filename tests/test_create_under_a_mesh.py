@@ -109,7 +109,8 @@ def made_without_a_mesh():
 def job(orders):
     expected = None
     for name, kind in orders:
-        layouts = ml.LayoutMap(mesh((2, 4), ("x", "y"), AxisType[kind]), RULES)
+        axes = ml.Mesh(mesh((2, 4), ("x", "y"), AxisType[kind]))  # as it is
+        layouts = ml.LayoutMap(axes, RULES)
         with CONTEXTS[name]():
             found = made(layouts)
         for path, leaf in jax.tree.leaves_with_path(found):

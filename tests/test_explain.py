@@ -1,6 +1,7 @@
 """The report on a layout map, and its lock text."""
 
 import jax
+import numpy as np
 import pytest
 
 import meshlayout as ml
@@ -93,6 +94,10 @@ def test_layers_share_a_row_and_the_rows_of_a_rule_stand_together(mesh):
         "*/z 80 x f32[64, 64] [unsharded,",
     ]
     assert rows[0][6:] == ["model]", "up|down", "320.0", "KiB", "75%"]
+    layer = {"fc1": np.ones(4), "fc2": np.ones(2)}
+    text = str(ml.LayoutMap(mesh).explain([layer] * 2))
+    assert "*/fc1 " in text  # the number that all leaves of the row share
+    assert "*/fc2 " in text
     assert len(str(report)) < 1000
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from jax.sharding import AxisType
 
 import meshlayout as ml
 from models import mlp
@@ -39,6 +40,17 @@ def specs(layouts, tree):
 def decide(layouts, path, shape, dtype="float32"):
     """Returns the resolution of one leaf."""
     return layouts.resolve({path: jax.ShapeDtypeStruct(shape, dtype)})[path]
+
+
+def test_a_jax_mesh_of_explicit_axes_trains_too():
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Explicit,))
+    layouts = ml.parallel.fsdp(mesh, min_bytes=0)
+    assert layouts.mesh == EIGHT
+    build = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    state = ml.TrainState.create(build, optax.sgd(0.1), layouts)
+    data, step = np.ones((8, 8)), ml.make_train_step(lambda m, x: m(x).sum(1))
+    for batch in ml.distribute_dataset(data, mesh, global_batch_size=8):
+        assert np.isfinite(step(state, batch)[1]["loss"])
 
 
 refused = functools.partial(refusal, ml.MeshLayoutError)

@@ -104,6 +104,7 @@ def test_text_and_pickle_and_copies_give_an_equal_layout(layout):
         Layout(layout.spec, layout.mesh.jax_mesh),
         Layout.of(layout.sharding, layout.rank),
         layout.mesh.layout(*layout.specs),
+        layout.mesh.layout(layout.spec),
     ):
         assert twin == layout
         assert hash(twin) == hash(layout)

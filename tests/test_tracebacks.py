@@ -268,9 +268,13 @@ def test_reflexes_of_other_libraries_are_answered(state):
         assert "The optimizer is the state's: " in message_of(call, learning_rate=0.1)
         assert "optimizer_by_path({'head'" in message_of(call, trainable="head")
     torch = {  # attributes of PyTorch's modules, functions and options
-        state: "to cuda train eval parameters state_dict load_state_dict",
-        ml: "fully_shard FullyShardedDataParallel init_process_group distribute_tensor "
-        "init_device_mesh list_devices dtensor",
+        state: "to cuda train eval parameters state_dict load_state_dict lr zero_grad "
+        "batch_stats",
+        data: "set_epoch",
+        ml: "fully_shard FullyShardedDataParallel init_process_group init_device_mesh "
+        "DistributedDataParallel DDP FSDP checkpoint_wrapper GradScaler autocast "
+        "clip_grad_norm_ get_rank compile save load distribute_tensor list_devices "
+        "dtensor",
         ml.parallel: "ModelParallel ColwiseParallel parallelize_module",
         ml.distribute: "RunOptions InputOptions VariableSynchronization cluster_resolver",
     }
@@ -280,9 +284,14 @@ def test_reflexes_of_other_libraries_are_answered(state):
             assert re.search(rf"has no (attribute )?'{name}'\. (?!For)", said), said
     make = functools.partial(ml.make_train_step, bad_key)
     fsdp = functools.partial(ml.parallel.fsdp, ml.create_mesh({"batch": 8}))
+    distribute, create = ml.distribute_dataset, ml.TrainState.create
     options = {
-        make: "gradient_accumulation_steps max_grad_norm gradient_clip_val no_sync",
-        fsdp: "auto_wrap_policy shard_axis",
+        make: "gradient_accumulation_steps max_grad_norm gradient_clip_val no_sync amp "
+        "grad_clip scheduler scaler gradient_checkpointing",
+        fsdp: "auto_wrap_policy shard_axis sharding_strategy mixed_precision mp_policy "
+        "cpu_offload offload_policy reshard_after_forward ignored_modules",
+        distribute: "drop_last num_workers seed collate_fn sampler pin_memory",
+        create: "wrt",
         functools.partial(ml.Trainer, state): "max_epochs callbacks devices strategy",
     }
     for function, names in options.items():
@@ -294,7 +303,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
     assert "got the class Linear. " in message_of(make, remat=nnx.Linear)
     for owner, name in [
         *((state, "half"), (ml, "Shard")),
-        (ml.Checkpointer("unused"), "load"),
+        (ml.Checkpointer("unused"), "latest"),
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023
     assert "Did you mean 'create_mesh'?" in error(lambda: ml.create_mehs)

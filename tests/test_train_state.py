@@ -123,6 +123,39 @@ def test_every_array_has_the_maps_layout(make):
     assert slots.mu["hidden"]["kernel"] == MESH.layout(None, "model")
 
 
+@pytest.mark.parametrize("place", [np.array, lambda x: jnp.array(np.array(x))])
+def test_values_from_elsewhere_take_the_place_of_the_old_ones(make, place):
+    state = make()
+    params, slots = jax.tree.map(place, (state.params, state.opt_state))
+    new = state.replace(params=params, opt_state=slots, extra={"ema": params})
+    assert jax.tree.leaves(new.layouts.params) == jax.tree.leaves(state.layouts.params)
+    old_layouts = jax.tree.leaves(state.layouts.opt_state)
+    assert jax.tree.leaves(new.layouts.opt_state) == old_layouts
+    assert new.layouts.extra["ema"] == new.layouts.params
+    assert_same_bits(new.params, state.params)
+    boxed = jax.tree.map(lambda x: nn.Partitioned(x, (None,)), params)
+    assert_same_bits(state.replace(params=boxed).params, state.params)
+    assert_same_bits(state.replace(extra={"ema": boxed}).extra["ema"], state.params)
+    with pytest.raises(
+        ml.errors.StateError, match=r"the new params and .*: hidden/bias, "
+    ):
+        state.replace(params=jax.tree.map(lambda x: x[:1], params))
+
+
+def test_a_state_takes_a_trained_model_and_its_optimizer():
+    state, net = nnx_state(), Net()
+    net.hidden.kernel[...] += 1
+    slots = nnx.Optimizer(net, ADAM, wrt=nnx.Param).opt_state
+    new = state.replace(model=net, opt_state=slots)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert new.layouts.params == state.layouts.params
+    assert_same_bits(new.params, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
+    with pytest.raises(
+        ml.errors.StateError, match="takes an NNX module as model, got 3"
+    ):
+        state.replace(model=3)
+
+
 def test_values_are_those_without_a_mesh():
     state, net = nnx_state(), Net()
     assert_same_bits(state.params, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
@@ -277,3 +310,8 @@ def test_a_pattern_of_optimizer_by_path_that_matches_nothing_is_warned_of():
         UserWarning, match=r"'kernal' matches no path. Nearest: a/kernel\."
     ):
         tx.init({"a": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}})
+    tx = ml.optimizer_by_path({"hed": ADAM, "": None})
+    assert message_of(tx.init, {"head": {"kernel": jnp.ones(2)}}) == (
+        "optimizer_by_path: 'hed' matches no path. Nearest: head/kernel. All parameters "
+        "would be frozen."
+    )

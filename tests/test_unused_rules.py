@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -74,6 +75,15 @@ def test_a_rule_that_another_one_hides_is_not_unused():
     rules = {"hidden/kernel": (None, "model"), "kernel$": (None, "batch")}
     layouts = ml.LayoutMap(MESH, rules, unused="error", conflict="first")
     ml.create(lambda: {"hidden": {"kernel": jnp.ones((8, 8))}}, layouts)
+
+
+@pytest.mark.parametrize("default", [None, ml.zero_rule(MESH)])
+def test_a_name_that_is_no_axis_causes_a_warning(default):
+    kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "modle"))
+    dense = nn.Dense(8, kernel_init=kernel_init)
+    build = lambda: dense.init(jax.random.key(0), jnp.ones((1, 8)))
+    with pytest.warns(ml.errors.LayoutWarning, match=r"'modle' .*, but 'model' has"):
+        ml.create(build, ml.LayoutMap(MESH, default=default))
 
 
 LOGICAL_AXES = {  # what is given, and what is said to match nothing

@@ -55,6 +55,7 @@ class DataIterator(_checks.WithReflexes):
     def __iter__(self) -> Self:
         return self
 
+    @_checks.user_call
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration

@@ -19,7 +19,7 @@ from meshlayout._render.tables import array_text
 from meshlayout.data.examples import ExampleSpec, LeafSpec, leaf_path
 from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh import Mesh, auto_mesh
 
 
 LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | NamedSharding
@@ -105,7 +105,7 @@ def batch_layout(
     Calls `warn` if it has no such axis: whole batches everywhere are rarely meant.
     """
     if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
-        mesh = as_mesh(layout_or_mesh)
+        mesh = auto_mesh(layout_or_mesh)
         if mesh.size > 1 and not _batches.batch_axes(mesh):
             warn(
                 f"every device of {mesh!r} gets all rows of each batch: none of its "

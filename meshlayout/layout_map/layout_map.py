@@ -33,6 +33,7 @@ from meshlayout.layout_map.report import (
     Resolution,
     Resolved,
     folded,
+    grouped,
     nearest_paths,
 )
 from meshlayout.layout_map.resolver import Options, Resolver
@@ -47,7 +48,7 @@ from meshlayout.layout_map.rules import (
     Unused,
     parse_rule,
 )
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh import Mesh, auto_mesh
 
 
 @_checks.user_call
@@ -103,7 +104,7 @@ class LayoutMap(
         unused: Unused = "warn",
         logical_axes: "Mapping[str, Any] | Iterable[AxisRule] | None" = None,
     ) -> None:
-        mesh = as_mesh(mesh)
+        mesh = auto_mesh(mesh)
         where = _checks.Context(where="LayoutMap", error=LayoutMapError)
         self._options = Options(
             mesh,
@@ -306,10 +307,15 @@ class LayoutMap(
         )
 
     def _check_used(self, resolved: Resolved) -> None:
-        """Warns or raises, as `unused` says, about rules that match no path."""
-        if lines := [*self._explain_resolved(resolved).dead_lines()]:
-            hint = "Correct it. One for activations applies in a step that gets the map"
-            hint += " as layouts=; give that map unused='ignore' here."
+        """Warns or raises, as `unused` says, about rules and axis names without use."""
+        leaves = [x for x in resolved.resolutions if "has no rule," in (x.note or "")]
+        names = [*grouped("axis names", ((x.path, x.note) for x in leaves))]
+        lines = [*self._explain_resolved(resolved).dead_lines(), *names]
+        hint = "Correct it. One for activations applies in a step that gets the map"
+        hint += " as layouts=; give that map unused='ignore' here."
+        if names:
+            hint = "Correct them, or give logical_axes={'mlp': 'model', 'embed': None}."
+        if lines:
             self._report_unused("\n".join([*lines, hint]))
 
     def _report_unused(self, text: str) -> None:

@@ -84,8 +84,11 @@ def logical_layout(
     for name, axes in zip(words, map(axes_of, spec), strict=True):
         if name is not None and name not in first:
             near = difflib.get_close_matches(name, [*mesh.axis_names, *first], n=1)
-            others = [f", but {x!r} has" for x in near]
-            notes.append(f"{name!r} has no rule{''.join(others)}")
+            # Flax takes names without a rule for mesh axes, except logical ones.
+            is_logical = isinstance(box, nn.LogicallyPartitioned)
+            rest = "" if is_logical else ", and is no mesh axis"
+            rest = f", but {near[0]!r} has" if near else rest
+            notes.append(f"{name!r} has no rule{rest}")
         elif name is not None and axes != first[name]:
             text = axes_text(axes) if axes else "no axis"
             notes.append(f"{name!r} is on {text}, not on {axes_text(first[name])}")

@@ -159,16 +159,16 @@ class Explanation(Resolved):
         """Everything that deserves a second look, one sentence each."""
         leaves = self.resolutions
         return [
-            *_grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
-            *_grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
-            *_grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
+            *grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
+            *grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
+            *grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
             *(f"dead {line}" for line in self.dead_lines()),
             *(
                 f"shadowed rule {pattern!r} decides nothing; where it matches, "
                 f"{', '.join(winners)} wins."
                 for pattern, winners in self.shadowed_rules.items()
             ),
-            *_grouped("large and replicated", ((p, "") for p in self.large_replicated)),
+            *grouped("large and replicated", ((p, "") for p in self.large_replicated)),
         ]
 
     def dead_lines(self) -> Iterator[str]:
@@ -198,10 +198,11 @@ class Explanation(Resolved):
         rows: list[list[str]] = []
         for rule, kinds in groups.items():
             sends = self.sends.get(rule)
-            for (path, array, layout), leaves in kinds.items():
+            for (_, array, layout), leaves in kinds.items():
                 if len(leaves) == 1:
                     path = leaves[0].path or "(the array)"
                 else:
+                    path = _merged(leaf.path for leaf in leaves)
                     array = f"{len(leaves)} x {array}"
                 sent = "" if sends is None else _render.bytes_text(sends)
                 rows.append([path, array, layout, rule, *_sizes(leaves), sent])
@@ -239,7 +240,7 @@ def _placed_text(x: Resolution) -> str | None:
     return text if x.placed else None
 
 
-def _grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+def grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:
     """Yields texts about leaves, with one line for all leaves that share a text."""
     by_text: dict[tuple[str, str], list[str]] = {}
     for path, text in pairs:
@@ -255,6 +256,12 @@ def folded(path: str) -> str:
     return re.sub("[0-9]+", "*", path)
 
 
+def _merged(paths: Iterable[str]) -> str:
+    """Returns paths that differ in numbers as one, with `*` where they do."""
+    parts = zip(*(re.split("([0-9]+)", path) for path in paths), strict=True)
+    return "".join(part[0] if len({*part}) == 1 else "*" for part in parts)
+
+
 def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     """Returns up to three paths whose last keys a pattern almost matches."""
     # The literal parts of a regular expression; everything else separates them.
@@ -265,4 +272,7 @@ def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     # Or the arrays of the same layer, for PyTorch's `head.weight`.
     head = letters.rpartition("/")[0]
     near = near or [end for end in ends if head and end.rpartition("/")[0] == head]
-    return tuple(ends[end] for end in near[:3])
+    if not near:  # or the arrays of a layer that is called like it
+        ends = {key.lower(): path for path in paths for key in path.split("/")}
+        near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
+    return tuple(dict.fromkeys(ends[end] for end in near[:3]))

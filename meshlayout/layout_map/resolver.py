@@ -198,7 +198,8 @@ class Resolver:
             note = f"the rule wins over its {source}, which mean {layout}"
             return replace(by_rules, note=note)
         if self._default and not is_known:
-            return None
+            is_near = ", but " in (note or "")
+            return replace(self._by_default(array), note=note) if is_near else None
         policy = options.on_uneven
         layout, fallback = self._fitting(array, layout, policy, f"{source}, ")
         return Resolution(*array, layout, None, source, fallback, note)

@@ -23,7 +23,7 @@ from meshlayout._batches import BATCH_AXES, batch_axes
 from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh import Mesh, auto_mesh
 from meshlayout.parallel.factors import leaves_of, union
 from meshlayout.parallel.program import Call, Model, follow
 
@@ -92,7 +92,7 @@ def zero_rule(
         >>> layouts.resolve(state)["opt_state/mu/kernel"].layout
         Layout([batch, model], Mesh(batch=2, model=4))
     """
-    mesh = as_mesh(mesh)
+    mesh = auto_mesh(mesh)
     names = () if axes == () else _axes(mesh, "zero_rule", axes, batch_axes(mesh))
     where = _checks.Context(where="zero_rule", error=LayoutMapError)
     min_size = _checks.count("min_size", min_size, at_least=0, **where)
@@ -157,7 +157,7 @@ def fsdp(
         >>> layouts.resolve({"dense": {"kernel": kernel}})["dense/kernel"].layout
         Layout([unsharded, batch], Mesh(batch=8))
     """
-    mesh = as_mesh(mesh)
+    mesh = auto_mesh(mesh)
     names = _axes(mesh, "fsdp", axes, ("fsdp",) if "fsdp" in mesh else batch_axes(mesh))
     where = _checks.Context(where="fsdp", error=LayoutMapError)
     min_bytes = _checks.count("min_bytes", min_bytes, at_least=0, **where)

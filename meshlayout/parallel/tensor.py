@@ -26,7 +26,7 @@ from meshlayout.errors import LayoutMapError, MeshError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, activate, rules_for
 from meshlayout.layout_map.report import GROUPED
-from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh import Mesh, auto_mesh
 from meshlayout.parallel.factors import (
     OF_INPUTS,
     Contraction,
@@ -96,7 +96,7 @@ def tensor_parallel(
         >>> resolved["down"].note
         'rows; an all-reduce adds up the products'
     """
-    mesh = as_mesh(mesh)
+    mesh = auto_mesh(mesh)
     hint = f"Give the axis for matrices, as axis={mesh.axis_names[-1]!r}."
     where = _checks.Context(where="tensor_parallel", error=MeshError, hint=hint)
     num_shards = mesh.axis_size(_checks.choice("axis", axis, mesh.axis_names, **where))
@@ -167,7 +167,7 @@ def expert_parallel(
         >>> layouts.resolve(experts).resolutions[0].layout
         Layout([expert, unsharded, unsharded], Mesh(batch=2, expert=4))
     """
-    mesh = as_mesh(mesh)
+    mesh = auto_mesh(mesh)
     num_shards = mesh.axis_size((axis,))
     params, flow = follow(model_or_build, example_inputs, call, "expert_parallel")
     summed = (each.factors for each in flow.contractions if each.weights)

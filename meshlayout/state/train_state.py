@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
+from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
@@ -187,10 +188,32 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with new values of some fields; `tx` is the optimizer."""
-        known = {"tx", *(field.name for field in dataclasses.fields(self))}
+        """Returns this state with new values of some fields.
+
+        Flax's and Optax's trees, also of NumPy arrays or on one device, become plain
+        dicts in the old layouts. `model=` stands for `params` and `model_state`.
+        """
+        known = {"tx", "model", *(field.name for field in dataclasses.fields(self))}
         for name in changes.keys() - known:
             _checks.option("TrainState.replace", name, sorted(known))
+        model = changes.pop("model", None)
+        if isinstance(model, nnx.Module):
+            changes["params"] = nnx.state(model, nnx.Param)
+            changes["model_state"] = self.model_state_of(model)
+        elif model is not None:
+            msg = f"replace takes an NNX module as model, got {_checks.shown(model)}."
+            raise StateError(f"{msg} Otherwise give params and model_state.")
+        trees = ("params", "opt_state", "model_state", "extra")
+        for name in filter(changes.__contains__, trees):  # on all processes in order
+            tree, like = changes[name], getattr(self, name)
+            if name == "extra":
+                olds = {"ema": self.params, **like}
+                like = {key: olds.get(key) for key in tree}
+            if name != "opt_state" or "tx" not in changes:
+                tree = _in_containers(tree, like)  # not Flax's, nor in its boxes
+                if name != "extra":
+                    _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
+            changes[name] = self._on_mesh(tree, like)
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
@@ -201,6 +224,23 @@ class TrainState(_checks.WithReflexes, Generic[T]):
                 way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
                 raise StateError(f"{msg} {way}")
         return dataclasses.replace(self, **changes)
+
+    def _on_mesh(self, tree: PyTree, like: PyTree) -> PyTree:
+        """Lays out arrays that do not lie on the mesh like those of the same paths."""
+        if not isinstance(self.step, _jax.ArrayImpl) or _jax.is_tracing():
+            return tree
+        mesh, flat = Layout.of(self.step).mesh, _paths.flatten(tree)
+        devices, moved, layouts = {*mesh.devices.flat}, {}, {}
+        olds = {leaf.path: leaf.value for leaf in _paths.flatten(like).leaves}
+        for path, x, _ in flat.leaves:
+            is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+            is_away = is_array and x.sharding.device_set != devices
+            if is_away or isinstance(x, (np.ndarray, np.generic)):
+                old, moved[path] = olds.get(path), x
+                is_like = isinstance(old, jax.Array) and old.shape == x.shape
+                layouts[path] = Layout.of(old) if is_like else mesh.layout(...)
+        moved = copy_to_mesh(moved, layouts)
+        return flat.unflatten([moved.get(x.path, x.value) for x in flat.leaves])
 
     def apply_gradients(
         self, grads: PyTree, *, model: nnx.Module | nn.Module | None = None
@@ -227,7 +267,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if model is not None:
             model_state, what = self.model_state_of(model), "the model's state"
             _check_like(what, model_state, "state.model_state", self.model_state)
-        return self.replace(
+        return dataclasses.replace(
+            self,
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
             model_state=model_state,
@@ -257,7 +298,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         with_slots = {"opt_state": self.opt_state, "extra": self.extra}
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
-        tree = self.replace(
+        tree = dataclasses.replace(
+            self,
             **slots.layouts,
             **own.layouts,
             params=_like(self.params, params.layouts),
@@ -301,8 +343,8 @@ def optimizer_by_path(
         ([-1.0, -1.0], [0.0, 0.0])
     """
     kinds = (optax.GradientTransformation, type(None))
-    values = optimizers.values() if isinstance(optimizers, Mapping) else ()
-    if not values or not all(isinstance(tx, kinds) for tx in values):
+    txs = [*optimizers.values()] if isinstance(optimizers, Mapping) else []
+    if not txs or not all(isinstance(tx, kinds) for tx in txs):
         raise StateError(
             "optimizer_by_path takes a dict from patterns to Optax optimizers or None, "
             f"got {_checks.shown(optimizers)}."
@@ -325,16 +367,19 @@ def optimizer_by_path(
         return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
 
     parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, tx in enumerate(values)
+        str(i): tx or optax.set_to_zero() for i, tx in enumerate(txs)
     }
     tx = optax.multi_transform(parts, labels)
 
     def init(params: PyTree) -> Any:
         paths = [leaf.path for leaf in _paths.flatten(params).leaves]
+        is_frozen = all(txs[int(label(path))] is None for path in paths)
         for text, pattern in zip(optimizers, patterns, strict=True):
             if not any(map(pattern.search, paths)):
                 near = ", ".join(nearest_paths(text, paths)) or "none"
                 msg = f"optimizer_by_path: {text!r} matches no path. Nearest: {near}."
+                if is_frozen:
+                    raise StateError(f"{msg} All parameters would be frozen.")
                 warnings.warn(msg, stacklevel=stack_level())
         return tx.init(params)
 
@@ -394,6 +439,15 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
         hint = "Write TrainState.create(build, optax.adam(1e-3), layouts)."
         raise StateError(f"{msg} {hint}")
     return optimizer
+
+
+def _in_containers(tree: PyTree, like: PyTree) -> PyTree:
+    """Returns a tree in the containers of another, if their paths are the same."""
+    values = {leaf.path: leaf.value for leaf in _paths.flatten(tree).leaves}
+    flat = _paths.flatten(like)
+    paths = [leaf.path for leaf in flat.leaves]
+    same = values.keys() == {*paths}
+    return flat.unflatten([values[path] for path in paths]) if same else tree
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:

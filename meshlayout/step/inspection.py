@@ -176,8 +176,8 @@ def _layout_text(layout: Any) -> str:
 
 
 def changes_of(before: Kinds, now: Kinds) -> list[str]:
-    """Returns what changed between two calls, one phrase each."""
-    changes, nothing = [], ("nothing", "")
+    """Returns what changed between two calls, one phrase each; large layouts first."""
+    changes, layouts, nothing = [], [], ("nothing", "")
     for name in dict.fromkeys([*now, *before]):
         (old, here), (new, there) = (x.get(name, nothing) for x in (before, now))
         if old != new and name == "the optimizer":
@@ -186,6 +186,10 @@ def changes_of(before: Kinds, now: Kinds) -> list[str]:
             text = _render.array_text
             old, new = (x if isinstance(x, str) else text(*x) for x in (old, new))
             changes.append(f"{name} changed from {old} to {new}")
-        elif (here := _layout_text(here)) != (there := _layout_text(there)):
-            changes.append(f"the layout of {name} changed from {here} to {there}")
-    return changes
+        elif (start := _layout_text(here)) != (end := _layout_text(there)):
+            shape = () if isinstance(new, str) else new[1]
+            both = isinstance(here, Sharding) and isinstance(there, Sharding)
+            if not (both and here.is_equivalent_to(there, len(shape))):
+                text = f"the layout of {name} changed from {start} to {end}"
+                layouts.append((math.prod(shape), text))
+    return changes + [text for _, text in sorted(layouts, key=lambda x: -x[0])]

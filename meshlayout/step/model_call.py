@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -150,7 +150,7 @@ def call_model(
                 rngs={"params": key} if train else {},
                 mutable=[*others, *_PASSING],
             )
-        model = state.replace(params=params).model
+        model = replace(state, params=params).model
         if not train:
             model.eval()
         elif not start_training(model):

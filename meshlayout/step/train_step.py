@@ -309,7 +309,7 @@ class StateStep(StepInspection, Generic[R]):
         """Returns the state and the batch as the compiled function takes them."""
         check_batch(batch, self.weights)
         if state not in _parts:
-            _parts[state] = state.replace(opt_state=(), extra={})
+            _parts[state] = replace(state, opt_state=(), extra={})
         return _parts[state], _placed(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:

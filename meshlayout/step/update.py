@@ -14,7 +14,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -96,7 +96,7 @@ def gradients_of(
 
     def backward(model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         def objective(params: PyTree) -> tuple[jax.Array, Any]:
-            moved = state.replace(params=params, model_state=model_state)
+            moved = replace(state, params=params, model_state=model_state)
             parts, rest = loss.parts(moved, batch, key, provisional, fraction)
             value, parts = total(parts)
             return value, (parts, *rest)
@@ -266,7 +266,7 @@ class Update:
 
         for name, start in missing.items():
             missing[name] = jax.tree.map(_average if name == EMA else scalar, start)
-        return state.replace(extra=state.extra | missing)
+        return replace(state, extra=state.extra | missing)
 
     def scale(self, state: TrainState) -> Any:
         """Returns the factor of the loss, or None."""
@@ -295,7 +295,8 @@ class Update:
         if self.ema is not None:
             latest = jax.tree.map(lambda x, a: x.astype(a.dtype), params, extra[EMA])
             extra[EMA] = optax.incremental_update(latest, extra[EMA], 1 - self.ema)
-        new = state.replace(
+        new = replace(
+            state,
             params=params,
             opt_state=opt_state,
             model_state=gradients.model_state,
@@ -326,7 +327,7 @@ class Update:
                 lambda x: x * jnp.where(is_finite, 1.0, jnp.inf)
             )
             extra[LOSS_SCALE] = like_grads(jnp.float32(1)).dynamic_scale
-        return state.replace(extra=extra)
+        return replace(state, extra=extra)
 
 
 def in_device_memory(state: TrainState) -> TrainState:
@@ -335,7 +336,7 @@ def in_device_memory(state: TrainState) -> TrainState:
     Between steps that may be in the host's memory, to which jit moves the new one.
     """
     opt_state = jax.tree.map(_jax.in_device_memory, state.opt_state)
-    return state.replace(opt_state=opt_state)
+    return replace(state, opt_state=opt_state)
 
 
 def _average(param: Leaf) -> Any:
