@@ -549,13 +549,6 @@ def test_what_is_not_expected_is_listed(scanned_arguments):
         "expected."
     )
     assert sum(line.startswith("all_reduce  batch") for line in table) == 2
-    sent = expect(*scanned_arguments, max_wire_bytes=24).wire_bytes
-    expect(*scanned_arguments, max_wire_bytes=sent)
-    text = message(expect, *scanned_arguments, max_wire_bytes=sent - 1)
-    assert text.startswith(
-        f"scanned has {sent} bytes of collectives sent by each device where at most "
-        f"{sent - 1} were expected.\n"
-    )
     text = message(expect, all_reduces=1)
-    assert text.startswith("'all_reduces' is not a kind of collective; these are: ")
+    assert text.startswith("a kind of collective must be 'all_reduce', 'all_gather', ")
     assert text.endswith(" Did you mean 'all_reduce'?")

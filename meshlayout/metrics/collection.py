@@ -77,7 +77,8 @@ class Metrics(Mapping[str, Any]):
         return len(self.names)
 
     # A mapping would compare values, and == of two arrays is an array.
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def metric(self, name: str) -> Any:
         """Returns the metric with a name, rather than its value."""

@@ -82,10 +82,7 @@ def run_on_shards(
 
 
 def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Returns a layout that shards an array as finely as its shape allows.
-
-    Large axes go first, each to the largest dim that it divides, if there is any.
-    """
+    """Returns a layout that shards an array as finely as its shape allows."""
     entries: list[tuple[str, ...]] = [()] * len(shape)
     sizes = list(shape)
     for axis, axis_size in sorted(mesh.shape.items(), key=lambda item: -item[1]):

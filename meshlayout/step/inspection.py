@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, Sharding
@@ -15,11 +15,6 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.layout import AnyMesh
 from meshlayout.mesh import sizes_text
 from meshlayout.state import TrainState
-
-
-if TYPE_CHECKING:
-    from meshlayout.hlo import Communication, Cost
-    from meshlayout.planning import CompiledProgram
 
 
 # The dtype and shape (or text), and the layout, of every argument of a call, by name.
@@ -49,10 +44,7 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at once, and must fit: the sum of the measured numbers.
-
-        Arguments, outputs that take no argument's memory, temporaries and code.
-        """
+        """The most that is held at once, and must fit: all that is measured."""
         new = self.output_bytes - self.donated_bytes
         return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
 
@@ -89,11 +81,13 @@ class StepInspection:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does."""
         return self.trace(*args, **kwargs).lower()
 
-    def cost(self, *args: Any, **kwargs: Any) -> "Cost":
+    def cost(self, *args: Any, **kwargs: Any) -> "meshlayout.hlo.Cost":
         """Returns the FLOPs of all devices together, loops counted in full."""
         return meshlayout.hlo.read_cost(self.trace(*args, **kwargs))
 
-    def communication(self, *args: Any, **kwargs: Any) -> "Communication":
+    def communication(
+        self, *args: Any, **kwargs: Any
+    ) -> "meshlayout.hlo.Communication":
         """Returns every collective of the compiled program, with bytes and mesh axes.
 
         Use this to see what layouts cost, and `to_lock` to fix that in a test.
@@ -142,7 +136,7 @@ class StepInspection:
 
     def compile_for(
         self, target: str | AnyMesh, *args: Any, **kwargs: Any
-    ) -> "CompiledProgram":
+    ) -> "meshlayout.planning.CompiledProgram":
         """Compiles for devices that need not exist here; see `planning.compile_for`."""
         return meshlayout.planning.compile_for(self, target, *args, **kwargs)
 
@@ -164,9 +158,8 @@ def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:
 
 
 def _is_on_host(sharding: Sharding) -> bool:
-    kind = sharding.memory_kind or ""
     _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
-    return "host" in kind and kind != default
+    return sharding.memory_kind not in (None, "device", default)
 
 
 def _layout_text(layout: Any) -> str:

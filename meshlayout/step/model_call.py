@@ -98,16 +98,12 @@ def parse_precision(precision: Precision) -> PrecisionPolicy:
     """Returns the policy that a `precision=` argument means."""
     if isinstance(precision, PrecisionPolicy):
         return precision
-    if isinstance(precision, str) and precision in _NAMED:
-        return _NAMED[precision]
     text = getattr(precision, "__name__", str(precision))  # as of jnp.bfloat16
     marks = {"bf": "bfloat16", "16": "float16", "32": "float32"}
-    near = next((f" Did you mean {marks[x]!r}?" for x in marks if x in text), "")
-    raise StateError(
-        f"precision={precision!r} is none of {', '.join(map(repr, _NAMED))}, or a "
-        "PrecisionPolicy(compute, output). A layer that should compute in another "
-        f"dtype names it itself: dtype=.{near}"
-    )
+    near = next((f"Did you mean {marks[x]!r}?" for x in marks if x in text), "")
+    hint = near or "For other dtypes, give a PrecisionPolicy, or a layer its dtype=."
+    name = _checks.choice("precision", precision, _NAMED, error=StateError, hint=hint)
+    return _NAMED[name]
 
 
 def cast(tree: PyTree, dtype: DType | None) -> Any:
@@ -395,11 +391,7 @@ Remat: TypeAlias = str | Callable[..., Any]
 
 
 def rematting(remat: Remat, params: PyTree) -> Interceptor:
-    """Returns an interceptor that recomputes submodules, but nothing twice.
-
-    They are wrapped in `nnx.remat` or `nn.remat` when they are called. The parameters'
-    paths show which submodules are blocks.
-    """
+    """Returns an interceptor that recomputes submodules, but nothing twice."""
     paths, is_inside = {""} if remat == "full" else _block_paths(params), False
     if not paths:
         raise StepError(

@@ -79,10 +79,10 @@ def gradients_of(
 ) -> Gradients:
     """Returns the gradients of a global batch, times a scale of the loss, if any."""
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
-    if not all(map(_is_float, jax.tree.leaves(params))):
-        leaves = _paths.flatten(params).leaves
-        path = next(leaf.path for leaf in leaves if not _is_float(leaf.value))
-        raise StepError(f"parameter {path} is not a float: make it an nnx.Variable.")
+    for leaf in _paths.flatten(params).leaves:
+        if not _is_float(leaf.value):
+            msg = f"parameter {leaf.path} is not a float: make it an nnx.Variable."
+            raise StepError(msg)
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
@@ -311,9 +311,9 @@ class Update:
         found = optax.tree.get_all_with_path(new.opt_state, "learning_rate")
         key_text = jax.tree_util.keystr
         rates = [x for keys, x in found if ".hyperparams[" in key_text(keys)]
-        # Several, as those of `optimizer_by_path`, are none of the whole step's.
-        shown = {"learning_rate": rates[0]} if len(rates) == 1 else {}
-        return new, {**shown, **notes}
+        if len(rates) == 1:  # several, as of `optimizer_by_path`, are not the step's
+            notes = {"learning_rate": rates[0], **notes}
+        return new, notes
 
     def _kept(self, is_finite: jax.Array, old: TrainState, new: TrainState) -> Any:
         # In the program: waiting for its numbers would stall the host.

@@ -45,17 +45,17 @@ class TrainerSteps:
         self.group_size = _checks.count("steps_per_call", count, where="Trainer")
         # The structure of the batches that the loss function got, without weights.
         self._structure: Any = None
+        own: dict[str, Any] = {**options, "metrics": metrics, "layouts": layouts}
         # Evaluating with a different batch size is legitimate, so it does not warn.
-        quiet = {"on_recompile": "ignore", **options}
-        shared: dict[str, Any] = {"metrics": metrics, "layouts": layouts}
+        quiet = {"on_recompile": "ignore", **own}
         if loss_fn is not None:
             # Fewer batches than a call takes run one by one.
-            own = {**shared, **options}
             self.single_step = make_train_step(loss_fn, **{**own, "steps_per_call": 1})
             self._train_step = make_train_step(loss_fn, **own)
-            own = {**shared, **_options_of(make_eval_step, quiet)}
-            self.eval_step = make_eval_step(loss_fn, **own)
-        self._predict_options = _options_of(make_predict_step, {**quiet, **shared})
+            self.eval_step = make_eval_step(
+                loss_fn, **_options_of(make_eval_step, quiet)
+            )
+        self._predict_options = _options_of(make_predict_step, quiet)
         # Of a few functions, as the last one may be a new one.
         self._predict_step = functools.lru_cache(4)(self._new_predict_step)
 
@@ -126,10 +126,9 @@ class TrainerSteps:
             taken = {key: extras[key] for key in extras if key in names.parameters}
             result = loss_fn(model, batch, **taken)
         if not isinstance(result, tuple) or not result[1]:
-            msg = f"predict: {name} returns losses but no outputs. Return a pair of"
-            raise MeshLayoutError(
-                f"{msg} losses and a dict of outputs, or give {call}."
-            )
+            fact = f"predict: {name} returns losses but no outputs."
+            fix = f"Return a pair of losses and a dict of outputs, or give {call}."
+            raise MeshLayoutError(f"{fact} {fix}")
         return result[1]
 
 

@@ -1,6 +1,5 @@
 """Callbacks that end training: a value no longer improves, or is not finite."""
 
-import logging
 import math
 from typing import Any, Literal
 
@@ -11,9 +10,6 @@ from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
-
-
-_log = logging.getLogger("meshlayout")
 
 
 @_checks.user_call
@@ -28,7 +24,8 @@ class EarlyStopping(Callback):
         min_delta: The smallest difference that counts as an improvement.
         mode: `"min"` or `"max"`: the better values; by default lower for losses.
         restore_best: Whether `fit` ends with the parameters, other arrays of the model
-            and moving average of the best epoch, which the devices keep a copy of.
+            and moving average of the best epoch, which the devices keep a copy of. A
+            resumed run has none of earlier epochs; `Checkpointer(best=...)` does.
     """
 
     def __init__(
@@ -89,12 +86,6 @@ class EarlyStopping(Callback):
             ema, extra = self._weights.pop("ema"), trainer.state.extra
             extra = {**extra, "ema": ema} if "ema" in extra else extra
             trainer.state = trainer.state.replace(**self._weights, extra=extra)
-        elif self._restore_best and self._best_epoch:
-            _log.warning(
-                "EarlyStopping keeps the last parameters: those of epoch %d, the best, "
-                "were not resumed. Checkpointer(best=...) keeps them.",
-                self._best_epoch,
-            )
         self._weights = {}
 
 
