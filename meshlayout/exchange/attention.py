@@ -14,7 +14,6 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
@@ -233,25 +232,19 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
 
     # By layouts, which the compiler makes all-to-alls of: under `shard_map` along one
     # axis it gathers the shards of all others first.
-    free = PartitionSpec.UNCONSTRAINED
-
-    def moved(x: jax.Array, length: str | None, heads: str | None) -> jax.Array:
-        spec = PartitionSpec(*(free, length, free, heads, free, free)[: x.ndim])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(axis.mesh, spec))
+    by_length, by_heads = {1: axis.name, 3: None}, {1: None, 3: axis.name}
 
     def split(x: jax.Array) -> jax.Array:
         """Parts the heads, dim 2, into those of one device and the devices."""
         return x.reshape(*x.shape[:2], x.shape[2] // axis.size, axis.size, *x.shape[3:])
 
     if segment_ids is not None:
-        segment_ids = moved(segment_ids, None, None)
+        segment_ids = axis.lay(segment_ids, {1: None})
     of_heads = None
     if mask is not None and mask.shape[2] > 1:
         of_heads, mask = 3, split(mask)
-    arrays = [
-        moved(moved(split(x), axis.name, None), None, axis.name) for x in (q, k, v)
-    ]
+    arrays = [axis.lay(axis.lay(split(x), by_length), by_heads) for x in (q, k, v)]
     # Computed again backward: all weights of all layers would not fit.
     local = jax.checkpoint(lambda *arrays: attend_on_one_device(rules, Inputs(*arrays)))
     out = jax.vmap(local, (3, 3, 3, None, of_heads), 3)(*arrays, segment_ids, mask)
-    return moved(moved(out, None, axis.name), axis.name, None).reshape(q.shape)
+    return axis.lay(axis.lay(out, by_heads), by_length).reshape(q.shape)

@@ -1,13 +1,13 @@
 """The mesh axis that code exchanges shards along: that of the step that traces it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _checks
 from meshlayout.errors import LayoutError, MeshError
@@ -45,6 +45,12 @@ class MeshAxis:
             check_vma=False,  # which refuses scans whose carry starts as a constant
         )
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
+
+    def lay(self, x: jax.Array, entries: Mapping[int, Any]) -> jax.Array:
+        """Constrains dims of an array to mesh axes; nothing is said of the others."""
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(entries.get(dim, free) for dim in range(x.ndim)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def shift(self, shards: T, steps: int) -> T:
         """Returns the shards of the devices so many places before this one, in a ring.
@@ -91,12 +97,11 @@ def on_auto_axes(
         return function(axis, *operands)
     types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
-    on_mesh = functools.partial(NamedSharding, axis.mesh)
 
     run = jax.sharding.auto_axes(
         functools.partial(function, replace(axis, mesh=mesh)),
         axes=tuple(axis.mesh.explicit_axes),
-        out_sharding=jax.tree.map(on_mesh, specs),
+        out_sharding=jax.tree.map(functools.partial(NamedSharding, axis.mesh), specs),
     )
     return jax.jit(run)(*operands)
 

@@ -119,17 +119,14 @@ class Ring:
         start, offset = index * self.num_rows, source * self.num_columns
         if self.zigzag:
             start = offset = 0
+        columns = offset + jnp.arange(self.num_columns)
+        visible = self.rules.visible(start + jnp.arange(self.num_rows), columns)
+        is_padded = self.num_columns * self.axis.size > self.num_keys
+        padding = [(columns < self.num_keys)[None, None, None, None]] * is_padded
         for a, b, is_partial in pairs:
-            masks: list[jax.Array] = []
-            padding: list[jax.Array] = []
-            if is_partial:
-                columns = offset + jnp.arange(self.num_columns)
-                masks += self.rules.visible(start + jnp.arange(self.num_rows), columns)
-                if self.num_columns * self.axis.size > self.num_keys:
-                    padding = [(columns < self.num_keys)[None, None, None, None]]
+            masks = [*visible] if is_partial else []
             if mask is not None:
-                size = self.num_columns
-                part = jax.lax.dynamic_slice_in_dim(mask, offset, size, axis=4)
+                part = jax.lax.dynamic_slice_in_dim(mask, offset, self.num_columns, 4)
                 masks.append(jnp.moveaxis(part, 1, 3))
             if segments is not None and key_segments is not None:
                 masks.append(same_segment(_get(segments, a), _get(key_segments, b)))
@@ -177,12 +174,8 @@ def _exchange(ring: Ring, inputs: Inputs) -> jax.Array:
     return _forward(ring, inputs)[0]
 
 
-# What the backward pass gets, in chunks: q, k, v, segments, the running softmax.
-_Saved: TypeAlias = tuple[Any, ...]
-
-
-def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, _Saved]:
-    def on_device(inputs: Inputs) -> tuple[jax.Array, _Saved]:
+def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
+    def on_device(inputs: Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
         *arrays, mask = inputs
         q, k, v, segments = jax.tree.map(ring.chunks, arrays)
 
@@ -201,9 +194,9 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, _Saved]:
     return out, (saved, out, inputs.mask)
 
 
-def _backward(ring: Ring, residuals: _Saved, grad: jax.Array) -> tuple[Inputs]:
+def _backward(ring: Ring, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[Inputs]:
     def on_device(
-        saved: _Saved, out: jax.Array, mask: jax.Array | None, grad: jax.Array
+        saved: tuple[Any, ...], out: jax.Array, mask: jax.Array | None, grad: jax.Array
     ) -> tuple[jax.Array, ...]:
         q, k, v, segments, top, weight = saved
         delta = jnp.sum(out.astype(top.dtype) * grad.astype(top.dtype), axis=-1)

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
@@ -194,16 +193,10 @@ class _Grid:
 
     def lay(self, tree: X, stage_dim: int, row_dim: int | None = None) -> X:
         """Returns arrays with a dim over the stages; nothing is said of the others."""
-
-        def constrain(x: jax.Array) -> jax.Array:
-            entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-            entries[stage_dim] = self.axis.name
-            if row_dim is not None and self.row_axes:
-                entries[row_dim] = self.row_axes
-            sharding = NamedSharding(self.axis.mesh, PartitionSpec(*entries))
-            return jax.lax.with_sharding_constraint(x, sharding)
-
-        return jax.tree.map(constrain, tree)
+        entries: dict[int, Any] = {stage_dim: self.axis.name}
+        if row_dim is not None and self.row_axes:
+            entries[row_dim] = self.row_axes
+        return jax.tree.map(lambda x: self.axis.lay(x, entries), tree)
 
     def turn(self, x: jax.Array, steps: int) -> jax.Array:
         """Returns what each stage gets from the one so many places before it."""

@@ -8,7 +8,7 @@ dropped, however uneven the load, and memory and bytes are those of an even one.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -110,14 +110,13 @@ def dispatch(
         fact = "expert_index must hold integers; lax.top_k returns them after weights"
     elif capacity is not None and is_flat:
         fact = "capacity is for each row of a batch: give (batch, length, features)"
-    names = "x", "expert_index", "weights"
-    got = ", ".join(map(array_text, names, (x, index, weights)))
-    check(not fact, f"{fact}, got {got}")
+    got = map(array_text, ("x", "expert_index", "weights"), (x, index, weights))
+    check(not fact, f"{fact}, got {', '.join(got)}")
     index = jnp.where((index < 0) | (index >= num_experts), num_experts, index)
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
-    run = partial(_on_shards, _Exchange(num_experts, capacity, expert_fn))
+    exchange = _Exchange(num_experts, capacity, expert_fn, mesh_axis)
     spec = PartitionSpec(*jax.typeof(tokens[0]).sharding.spec[:2])
-    y = on_auto_axes(run, mesh_axis, spec, tokens, params)
+    y = on_auto_axes(partial(_on_shards, exchange), mesh_axis, spec, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -125,7 +124,6 @@ def _on_shards(
     exchange: "_Exchange", axis: MeshAxis | None, tokens: list[Any], params: PyTree
 ) -> jax.Array:
     """Runs an exchange, with rows sharded over its axis and those of batches."""
-    exchange = replace(exchange, axis=axis)
     if axis is None:
         return exchange.run(*tokens, params)
     manual = _jax.manual_axis_sizes()
@@ -149,7 +147,7 @@ class _Exchange:
     num_experts: int
     capacity: int | None
     expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    axis: MeshAxis | None = None
+    axis: MeshAxis | None
 
     def run(self, *operands: Any) -> jax.Array:
         """Returns the weighted sums for the rows of one device, (rows, length, ...)."""
