@@ -6,6 +6,7 @@ since the layout map decides.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +40,9 @@ else:
     T = TypeVar("T")
 
 
-def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which Flax shards no parameters by their metadata."""
-    context = getattr(nnx, "use_eager_sharding", contextlib.nullcontext)  # flax 0.11
-    return context(False)  # noqa: FBT003
+# A context in which Flax does not shard parameters by their metadata: the map does.
+_eager_sharding = getattr(nnx, "use_eager_sharding", contextlib.nullcontext)  # 0.11
+eager_sharding_off = functools.partial(_eager_sharding, False)  # noqa: FBT003
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             if is_array(leaf) and _jax.is_array_dtype(leaf.dtype):
                 # JAX would lose high bits of NumPy's integers of 64 bits.
                 is_on_host = isinstance(leaf, (np.ndarray, np.generic))
-                name = "an array that the builder returns"
-                arrays.append(host_array(leaf, name) if is_on_host else leaf)
+                arrays.append(host_array(leaf, _RETURNED) if is_on_host else leaf)
                 leaf = _ARRAY
             leaves.append(leaf)
         return arrays
@@ -255,6 +254,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
 
 
 _ARRAY = object()  # stands for an array among the leaves
+_RETURNED = "an array that the builder returns"
 
 
 def layout_per_leaf(leaves: Sequence[Leaf], layouts: PyTree) -> list[Layout | None]:
