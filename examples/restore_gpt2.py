@@ -72,7 +72,7 @@ class GPT2(nnx.Module):
         self.tokens = nnx.Embed(sizes["vocab"], features, rngs=rngs)
         self.positions = nnx.Embed(sizes["length"], features, rngs=rngs)
         blocks = [Block(features, rngs=rngs) for _ in range(sizes["layers"])]
-        self.blocks = nnx.List(blocks)
+        self.blocks = nnx.data(blocks)
         self.norm = nnx.LayerNorm(features, epsilon=1e-5, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
