@@ -102,7 +102,7 @@ def test_a_wrong_entry_is_named_with_its_type_also_in_fit(mesh, wrong):
 
 
 # "shuffle= is a seed in distribute_dataset, from_tfds and fit alike; shuffle=True is
-# refused with 'give a seed, shuffle=0'"
+# refused with 'Write shuffle=0'"
 
 
 def shuffled(mesh, directory, place, shuffle):
@@ -130,7 +130,7 @@ def test_shuffle_is_a_seed(mesh, directory, place):
     assert shuffled(mesh, directory, place, 0) == first
     assert shuffled(mesh, directory, place, 1) != first
     assert shuffled(mesh, directory, place, None) != first
-    with pytest.raises(ml.MeshLayoutError, match="give a seed, shuffle=0"):
+    with pytest.raises(ml.MeshLayoutError, match="Write shuffle=0"):
         shuffled(mesh, directory, place, True)
 
 

@@ -703,6 +703,7 @@ def test_messages_say_what_to_write(mesh_2x4):
         tensor_parallel(
             mesh_2x4, {"w": shape(3, 4)}, IMAGES, call=lambda p, x: x @ p["w"]
         )
-    assert caught.value.__notes__[-1] == (
+    assert (
         "while tensor_parallel traces the model for inputs of f32[2, 28, 28, 1]"
+        in caught.value.__notes__
     )

@@ -127,7 +127,7 @@ def _ways(
     elif "fsdp" in mesh:
         ways = {"hybrid fsdp": fsdp}
     dims = str((*batch, ...)).replace("Ellipsis", "...")
-    text = f"ml.LayoutMap(mesh, {{{carry!r}: {dims}}})"
+    text = f"ml.LayoutMap(mesh, {{{carry!r}: {dims}}}, unused='ignore')"
     every = [(name, code, text) for name, code in ways.items()]
     if "model" in mesh and "residual" in traits.names:
         text = f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
@@ -156,8 +156,9 @@ def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
                 fact = f"plan: {title}(mesh) is {_checks.shown(layouts)}"
                 raise MeshLayoutError(f"{fact}, and not a LayoutMap.")
             mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
-            text = f"activations = ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}})"
-            made = layouts, LayoutMap(mesh, {"carry": (rows, ...)}), (rows,)
+            text = f"ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}}, unused='ignore')"
+            known = LayoutMap(mesh, {"carry": (rows, ...)}, unused="ignore")
+            made, text = (layouts, known, (rows,)), f"activations = {text}"
             if {*mesh.devices.flat} <= {*target.devices}:
                 yield Row(name, target.name, mesh, *made, (*code, text))
 
