@@ -197,10 +197,10 @@ def test_batches_may_be_tuples_and_losses_may_draw():
 
 
 def test_of_several_steps_a_call_one_is_planned():
-    one = planned(remat="none").best
-    several = jax.ShapeDtypeStruct((3, 16, 16), "int32")
+    options = {"candidates": {"whole": ml.LayoutMap(ml.create_mesh())}, "remat": "none"}
+    one, several = planned(**options).best, jax.ShapeDtypeStruct((3, 16, 16), "int32")
     for batch in ([TOKENS] * 3, {"tokens": several}):
-        best = planned(remat="none", steps_per_call=3, batch=batch).best
+        best = planned(steps_per_call=3, batch=batch, **options).best
         assert (best.rows, best.step_s) == (one.rows, one.step_s)
         assert "steps_per_call=3" in best.to_code()
 

@@ -203,8 +203,7 @@ def _decoded(rows: Rows, note: Callable[[str], None]) -> Rows:
 
 def _fits(first: PyTree, info: Any, split: str) -> bool:
     """Returns whether a decoded split, of such rows, should be kept in memory."""
-    # An unknown dim does not mean that examples differ, but an array cannot be
-    # allocated for it without decoding all of them.
+    # Without decoding all examples, an unknown dim has no size to allocate.
     infos = jax.tree.leaves(info.features.get_tensor_info())
     has_one_size = all(None not in leaf.shape for leaf in infos)
     leaves = jax.tree.leaves(first)

@@ -80,8 +80,7 @@ class ReplicaTrace:
         # What the objects belong to that are made in this trace, by id.
         self._levels: dict[int, Any] = {}
         # By id: Variables from outside that were read or set, with their first values;
-        # their current values; modules whose attributes were used, with the first
-        # attributes.
+        # their current values; modules that were used, with their first attributes.
         self.entered: dict[int, tuple[Variable, Any]] = {}
         self.values: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Any, dict[str, Any], Any]] = {}
