@@ -54,7 +54,10 @@ def loss_fn(model, batch):
     ("module", "config", "axes"),
     [
         (NNX, SMALL, {"batch": 2, "model": 4}),
-        (NNX, SCANNED, {"batch": 1, "stage": 2, "model": 4}),
+        pytest.param(
+            *(NNX, SCANNED, {"batch": 1, "stage": 2, "model": 4}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(LINEN, SMALL, {"fsdp": 2, "model": 4}, marks=pytest.mark.slow),
     ],
 )
@@ -89,7 +92,7 @@ def test_a_model_without_residuals_and_another_word_are_refused():
         tensor_parallel(mesh, model, x, sequence="length")
 
 
-@pytest.mark.parametrize("module", [NNX, LINEN])
+@pytest.mark.parametrize("module", [NNX, pytest.param(LINEN, marks=pytest.mark.slow)])
 def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce(module):
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)
