@@ -4,13 +4,12 @@ Comparisons and sums, without gathers and sorts, keep logits on their shards.
 """
 
 import functools
-import math
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax
@@ -90,23 +89,9 @@ def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
 
 
 def _highest(scores: jax.Array) -> jax.Array:
-    """Returns the class with the highest score; -1 where a score is NaN.
-
-    Works in blocks of classes, which stay on their shards: TPU compilers gather the
-    logits of a plain argmax, and comparing all with the highest copies them.
-    """
-    num_classes = scores.shape[-1]
-    num_blocks = math.gcd(num_classes, 2 ** (math.isqrt(num_classes).bit_length() - 1))
-    if AxisType.Explicit in getattr(jax.typeof(scores).sharding.mesh, "axis_types", ()):
-        num_blocks = 1  # JAX refuses to split a sharded dim on Explicit axes
-    blocks = scores.reshape(*scores.shape[:-1], num_blocks, num_classes // num_blocks)
-    highest = jnp.max(blocks, axis=-1)
-    classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32)  # within each block
-    block = jax.lax.broadcasted_iota(jnp.int32, classes.shape, classes.ndim - 1)
-    classes += block * (num_classes // num_blocks)
-    is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
-    predicted = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
-    return jnp.where(predicted < num_classes, predicted, -1)
+    """Returns the class with the highest score, the first of equals; -1 for NaN."""
+    is_nan = jnp.isnan(jnp.max(scores, axis=-1))
+    return jnp.where(is_nan, -1, jnp.argmax(scores, axis=-1))
 
 
 def _score_of(classes: jax.Array, scores: jax.Array) -> jax.Array:
