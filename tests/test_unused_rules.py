@@ -84,6 +84,10 @@ def test_a_name_that_is_no_axis_causes_a_warning(default):
     build = lambda: dense.init(jax.random.key(0), jnp.ones((1, 8)))
     with pytest.warns(ml.errors.LayoutWarning, match=r"'modle' .*, but 'model' has"):
         ml.create(build, ml.LayoutMap(MESH, default=default))
+    with warnings.catch_warnings():  # a note of the user's is not about names
+        warnings.simplefilter("error")
+        rule = ml.Rule((None, "model"), note="its scale has no rule, but 'model' has")
+        ml.create(lambda: jnp.ones((8, 8)), ml.LayoutMap(MESH, default=rule))
 
 
 LOGICAL_AXES = {  # what is given, and what is said to match nothing

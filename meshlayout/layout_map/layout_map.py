@@ -308,8 +308,8 @@ class LayoutMap(
 
     def _check_used(self, resolved: Resolved) -> None:
         """Warns or raises, as `unused` says, about rules and axis names without use."""
-        leaves = [x for x in resolved.resolutions if "has no rule," in (x.note or "")]
-        names = [*grouped("axis names", ((x.path, x.note) for x in leaves))]
+        wrong = ((x.path, x.note) for x in resolved.resolutions if x.wrong_axes)
+        names = [*grouped("axis names", wrong)]
         lines = [*self._explain_resolved(resolved).dead_lines(), *names]
         hint = "Correct it. One for activations applies in a step that gets the map"
         hint += " as layouts=; give that map unused='ignore' here."

@@ -54,13 +54,14 @@ def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
 
 def logical_layout(
     box: Box, map_rules: Sequence[AxisRule], mesh: Mesh
-) -> tuple[Layout, str | None, bool]:
-    """Returns the layout of axis names, a note, and whether any name is known.
+) -> tuple[Layout, str | None, bool, dict[str, list[str]]]:
+    """Returns a layout, a note, whether any name is known, and the wrong names.
 
     The rules are those of the map, of the leaf and of Flax, in this order. A name
     without a rule is unsharded, unless it is a mesh axis and Flax reads it as one (in
     `nn.with_partitioning` and NNX, but not in `nn.with_logical_partitioning`). The note
-    lists names that did not get their first rule's axis.
+    lists names that did not get their first rule's axis. Wrong names need a rule and
+    have none; each comes with the known name that it resembles, if any.
     """
     if isinstance(box, nnx.Variable):
         local = box.get_metadata().get("sharding_rules")
@@ -80,18 +81,18 @@ def logical_layout(
             spec = spmd.logical_to_mesh_axes(words, rules)
     except ValueError as error:
         raise LayoutError(f"{error}") from None
-    notes: list[str] = []
+    notes, wrong = list[str](), dict[str, list[str]]()
     for name, axes in zip(words, map(axes_of, spec), strict=True):
         if name is not None and name not in first:
             near = difflib.get_close_matches(name, [*mesh.axis_names, *first], n=1)
             # Flax takes names without a rule for mesh axes, except logical ones.
-            is_logical = isinstance(box, nn.LogicallyPartitioned)
-            rest = "" if is_logical else ", and is no mesh axis"
-            rest = f", but {near[0]!r} has" if near else rest
-            notes.append(f"{name!r} has no rule{rest}")
+            rest = f", but {near[0]!r} has" if near else ", and is no mesh axis"
+            if is_wrong := near or not isinstance(box, nn.LogicallyPartitioned):
+                wrong[name] = near
+            notes.append(f"{name!r} has no rule{rest if is_wrong else ''}")
         elif name is not None and axes != first[name]:
             text = axes_text(axes) if axes else "no axis"
             notes.append(f"{name!r} is on {text}, not on {axes_text(first[name])}")
     axes = iter(map(axes_of, spec))
     entries = [tuple(itertools.chain(*itertools.islice(axes, len(x)))) for x in dims]
-    return Layout(entries, mesh), "; ".join(notes) or None, is_known
+    return Layout(entries, mesh), "; ".join(notes) or None, is_known, wrong

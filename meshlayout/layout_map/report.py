@@ -43,7 +43,7 @@ class Resolution:
         fallback: What could not be applied, such as a dim that does not divide.
         note: The note of the rule, or a disagreement that is not an error.
         placed: The actual layout of an array on the map's mesh, if it differs.
-        axes: The axis names in Flax's metadata.
+        axes, wrong_axes: The axis names in Flax's metadata; those that lack a rule.
     """
 
     path: str
@@ -56,6 +56,7 @@ class Resolution:
     note: str | None = None
     placed: Layout | None = None
     axes: tuple[str, ...] = ()
+    wrong_axes: tuple[str, ...] = ()
 
     @property
     def current_layout(self) -> Layout:
@@ -199,11 +200,8 @@ class Explanation(Resolved):
         for rule, kinds in groups.items():
             sends = self.sends.get(rule)
             for (_, array, layout), leaves in kinds.items():
-                if len(leaves) == 1:
-                    path = leaves[0].path or "(the array)"
-                else:
-                    path = _merged(leaf.path for leaf in leaves)
-                    array = f"{len(leaves)} x {array}"
+                path = _merged(leaf.path for leaf in leaves) or "(the array)"
+                array = f"{len(leaves)} x " * (len(leaves) > 1) + array
                 sent = "" if sends is None else _render.bytes_text(sends)
                 rows.append([path, array, layout, rule, *_sizes(leaves), sent])
                 sends = None  # once for each rule
@@ -228,9 +226,8 @@ def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
 
 def _note(x: Resolution) -> str | None:  # that of a rule, or of a possible kernel
     used = [axis for spec in x.current_layout.specs for axis in axes_of(spec)]
-    left = [
-        axis for axis, n in x.layout.mesh.shape.items() if n > 1 and axis not in used
-    ]
+    sizes = x.layout.mesh.shape.items()
+    left = [axis for axis, size in sizes if size > 1 and axis not in used]
     is_window = len(x.shape) == 4 and min(map(max, (x.shape[:2], x.shape[2:]))) <= 16
     return x.note or (GROUPED if is_window and len(left) > 1 else None)
 

@@ -186,7 +186,7 @@ class Resolver:
         source = f"logical axes {logical_axes(box)}"
         try:
             rules = options.logical_axes or ()
-            layout, note, is_known = logical_layout(box, rules, options.mesh)
+            layout, note, is_known, wrong = logical_layout(box, rules, options.mesh)
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
             if by_rules is None:
@@ -198,11 +198,11 @@ class Resolver:
             note = f"the rule wins over its {source}, which mean {layout}"
             return replace(by_rules, note=note)
         if self._default and not is_known:
-            is_near = ", but " in (note or "")
-            return replace(self._by_default(array), note=note) if is_near else None
-        policy = options.on_uneven
-        layout, fallback = self._fitting(array, layout, policy, f"{source}, ")
-        return Resolution(*array, layout, None, source, fallback, note)
+            by_names = self._by_default(array) if any(wrong.values()) else None
+        else:
+            fitting = self._fitting(array, layout, options.on_uneven, f"{source}, ")
+            by_names = Resolution(*array, fitting[0], None, source, fitting[1])
+        return by_names and replace(by_names, note=note, wrong_axes=tuple(wrong))
 
     def _by_default(self, array: _Array) -> Resolution:
         if not array.shape:
