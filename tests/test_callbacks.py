@@ -184,8 +184,10 @@ def test_a_fit_that_does_not_validate_any_more_says_so(state):
     trainer, callback = ml.Trainer(state, loss_fn), ml.callbacks.EarlyStopping()
     fit(trainer, callback, validation_data=batches(1))
     assert message_of(lambda: fit(trainer, callback)) == (
-        "'val_loss' needs validation data again."
+        "EarlyStopping: there will be no 'val_loss', only what a step returns. Give fit "
+        "validation_data= or validation_split=."
     )
+    assert trainer.position.step == 3  # at once
     with pytest.raises(KeyError, match="the history has no -1, only 'loss', "):
         trainer.history[-1]
 

@@ -814,7 +814,7 @@ WRONG = {
     "fit: shuffle=True is not a seed. Write shuffle=0:": (
         lambda data: Counted().fit(data, shuffle=True)
     ),
-    "fit needs the size of a batch: fit(train, batch_size=32).": (
+    "fit needs the size of a batch: fit(..., batch_size=32).": (
         lambda data: Counted().fit({"i": np.ones((2, 9))})
     ),
     "the source is empty: it yielded no examples.": (
@@ -885,7 +885,8 @@ def test_a_share_of_the_rows_is_held_out(mesh, caplog):
     quiet_fit(split, weighted, validation_split=0.25, **options)
     assert caplog.messages == [
         "held-out rows are weighted, too: validation_data= need not be.",
-        "Examples are weighted by the source's 'weight'.",
+        "Examples are weighted by the source's 'weight': a train step's loss function "
+        "must not multiply by it.",
     ]
     assert message_of(lambda: quiet_fit(split, cut(data, 8), validation_split=0.1)) == (
         "fit: validation_split= holds out rows of arrays. Of batches, or beside it, "

@@ -200,7 +200,8 @@ class DataPlan:
             is_padded = self.options.remainder == "pad"
             found, index = find_weights(rows, spec, key, add=is_padded)
             if found is spec and index is not None and key == "weight":  # by default
-                self.clock.warn("Examples are weighted by the source's 'weight'.")
+                text = "Examples are weighted by the source's 'weight': a train step's"
+                self.clock.warn(f"{text} loss function must not multiply by it.")
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full
@@ -295,10 +296,8 @@ class DataPlan:
     def check_padding(self, count: int, size: int) -> None:
         """Raises DataError if a batch of fewer rows cannot carry weights."""
         if count < size and not self.has_weights:
-            fact = (
-                f"the last batch of an epoch has {rows_text(count)}, and batches have"
-            )
-            raise DataError(f"{fact} {size}. {self.padding_hint}")
+            msg = f"the last batch of an epoch has {rows_text(count)}, and batches"
+            raise DataError(f"{msg} have {size}. {self.padding_hint}")
 
     def _num_even(self, *parts: Any) -> int | None:
         """Returns the rows of a batch, given those of a replica, if these are equal."""

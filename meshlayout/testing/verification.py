@@ -132,12 +132,11 @@ def verify(
         state, aux = (state, result) if is_aux else result
         return state, _leaves(state, aux)
 
-    def on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, np.ndarray]]:
+    def on_one(state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, Leaf]]:
         # Without a rule, `constrain` leaves every value where it is.
         with _checks.noted(_NOTE), jax.set_mesh(one.jax_mesh), activate(no_rules):
             result = step_on_one(state, batch, *args_on_one, **kwargs_on_one)
-            state, leaves = results(result, state)
-            return state, _on_host(leaves)
+            return results(result, state)
 
     program = step.lower(state, batch, *args, **kwargs).as_text()
     dtypes = {*re.findall(r"[x<](f16|bf16|f32)>", program)} or {"f32"}
@@ -155,7 +154,7 @@ def verify(
         return wide.astype(values.dtype)
 
     whole, moved = _to_one_device(state, one), _to_one_device(state, one, rounded)
-    starts = [_on_host(_leaves(tree, None)) for tree in (whole, moved)]
+    starts = [jax.tree.map(_wide, _leaves(tree, None)) for tree in (whole, moved)]
     state = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
     differences = []
     for number in range(1, num_steps + 1):
@@ -168,12 +167,12 @@ def verify(
             raise VerificationError(f"{msg} or only on one device. {hint}")
         differences = []
         for path, leaf in leaves.items():
-            values = expected[path]
             with np.errstate(invalid="ignore"):  # infinity minus infinity
-                noise = _wide(noisy[path]) - _wide(values)
+                noise = _wide(noisy[path]) - _wide(expected[path])
                 if path in starts[0]:
                     # A parameter's own error is larger than that of its update.
-                    noise -= _wide(starts[1][path]) - _wide(starts[0][path])
+                    noise -= starts[1][path] - starts[0][path]
+                values = np.asarray(to_numpy(expected[path]))
                 allowed = _allowed(values, _largest(noise), rtol, atol)
                 differences.append(_compared(path, leaf, values, allowed))
         if wrong := [leaf for leaf in differences if leaf.text]:
@@ -206,11 +205,8 @@ def _leaves(state: PyTree, aux: PyTree) -> dict[str, Leaf]:
     }
 
 
-def _on_host(leaves: dict[str, Leaf]) -> dict[str, np.ndarray]:
-    return {path: np.asarray(to_numpy(leaf)) for path, leaf in leaves.items()}
-
-
-def _wide(values: np.ndarray) -> np.ndarray:
+def _wide(leaf: Leaf) -> np.ndarray:
+    values = np.asarray(to_numpy(leaf))
     is_complex = jnp.issubdtype(values.dtype, jnp.complexfloating)
     return values.astype(np.complex128 if is_complex else np.float64)
 

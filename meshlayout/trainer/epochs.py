@@ -84,7 +84,6 @@ class TrainerInput:
         where: str,
         name: str,
         data: Data | PyTree,
-        labels: PyTree = None,
         batch_size: int | None = None,
         shuffle: int | None = None,
         steps_per_epoch: int | None = None,
@@ -93,6 +92,7 @@ class TrainerInput:
         self._warn = trainer._report.warn
         self._ones = functools.lru_cache(1)(lambda n: self._on_mesh(np.ones(n, "f4")))
         self._trains, self._marks = where == "fit", where != "predict"
+        self._accepts = functools.partial(trainer._accepts, train=self._trains)
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         leaves = jax.tree.leaves(trainer.state)
         shardings = [x for x in map(_jax.sharding_of, leaves) if x]
@@ -101,8 +101,7 @@ class TrainerInput:
             devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
             meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
         self._layout = _batches.batch_layout(Mesh(meshes[0]))
-        tree = data if labels is None else (data, labels)
-        checked_columns(where, tree, trainer._columns)
+        checked_columns(where, data, trainer._columns)
         if not self._marks:
             data = _as_trained(data, trainer._steps._structure, self._key)
         is_rows, is_text = has_rows(data, batch_size), isinstance(data, (str, bytes))
@@ -110,9 +109,9 @@ class TrainerInput:
         if is_text or not (is_rows or is_iterable or _is_indexed(data)):
             msg = f"{name} must be arrays, an iterable of batches, or a function that"
             raise MeshLayoutError(f"{msg} returns one, got {_checks.shown(data)}.")
-        if batch_size is not None or labels is not None or is_rows:
-            rows = rows_of(where, name, data, labels, batch_size)
-            weights = get_weights(tree, self._key)
+        if batch_size is not None or is_rows:
+            rows = rows_of(where, name, data, batch_size)
+            weights = get_weights(data, self._key)
             if weights is not None:  # negative ones are refused
                 check_batch({self._key: np.asarray(weights)}, self._key)
             shards = 1 if self._trains else _batches.num_row_shards(self._layout)
@@ -207,19 +206,19 @@ class TrainerInput:
             self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            self._warn(f"Examples are weighted by {self._key!r} of their batch.")
+            text = f"Examples are weighted by {self._key!r} of their batch:"
+            self._warn(f"{text} the loss function must not multiply by it.")
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:
             return None
         can_mark = weights is not None or _batches.takes_weights(batch, self._key)
-        if self._trainer._pads is not False and (can_mark or not self._marks):
-            padded = self._padded(batch, rows)
-            if not self._marks or self._trainer._accepts(padded, train=self._trains):
-                self.size = self.size or num_examples(padded)
-                return PlacedBatch(padded, rows)
-        self.size = self.size or rows
-        return PlacedBatch(self._on_mesh(batch), rows)
+        may_pad = self._trainer._pads is not False and (can_mark or not self._marks)
+        placed = self._padded(batch, rows) if may_pad else self._on_mesh(batch)
+        if may_pad and self._marks and not self._accepts(placed):
+            placed = self._on_mesh(batch)
+        self.size = self.size or num_examples(placed)
+        return PlacedBatch(placed, rows)
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         # A larger one does not raise the size, as a resumed run may not see that one.
@@ -258,25 +257,25 @@ class TrainerInput:
     ) -> DistributedDataset:
         """Returns batches with weights, or `PlacedBatch`es that know their padding."""
         layout, key = self._layout, self._key
-        shared: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
+        options: dict[str, Any] = {"global_batch_size": size, "shuffle": shuffle}
         first = np.arange(min(1, len(rows)))  # none of no rows, which are refused below
         example, last = rows.read_rows(first, 0), len(rows) % size
         self._tell_of_weights(example)
         is_weighted = _batches.weights_of(example, key) is not None
         is_padded = last and _batches.takes_weights(example, key)
         if self._marks and (is_weighted or is_padded):
-            shared, clock = {**shared, "weights": key}, self._trainer._report
-            plan = DataPlan(lambda: rows, layout, shared, clock=clock)
+            options["weights"] = key
+            plan = DataPlan(lambda: rows, layout, options, clock=self._trainer._report)
             where = f"in {self._opening}: batch 1{' of epoch 1' * self._trains}"
             with _batches.noted_batch(where, plan.element_spec):
-                if self._trainer._accepts(plan.element_spec, train=self._trains):
+                if self._accepts(plan.element_spec):
                     return DistributedDataset(plan)
 
         def assemble(tree: PyTree, mask: jax.Array | None) -> PlacedBatch:
             return PlacedBatch(tree, num_examples(tree) if mask is None else last)
 
-        shared["weights"] = None
-        plan = DataPlan(lambda: rows, layout, shared, assemble=assemble)
+        options["weights"] = None
+        plan = DataPlan(lambda: rows, layout, options, assemble=assemble)
         return DistributedDataset(plan)
 
     def _tell_of_weights(self, batch: Batch) -> None:
@@ -372,17 +371,15 @@ def _is_indexed(data: Any) -> bool:
 
 
 def rows_of(
-    where: str, name: str, data: PyTree, labels: PyTree, size: int | None
+    where: str, name: str, data: PyTree, size: int | None
 ) -> RandomAccessSource:
     """Returns arrays, or examples by index, as rows."""
-    arguments = name if labels is None else f"{name}, labels"
-    columns, rows = data if labels is None else (data, labels), None
-    is_list = isinstance(columns, list)  # of arrays, or of examples
-    with _checks.noted(f"in {where}: cutting {arguments} into batches"):
-        if is_columns(columns) or (is_list and any(hasattr(x, "dtype") for x in data)):
-            rows = array_rows(columns)
-        elif is_list or has_rows(columns, size):
-            source = as_source(columns, batched=False if is_list else None)
+    is_list, rows = isinstance(data, list), None  # of arrays, or of examples
+    with _checks.noted(f"in {where}: cutting {name} into batches"):
+        if is_list and any(hasattr(x, "dtype") for x in data):
+            rows = array_rows(data)
+        elif is_list or has_rows(data, size):
+            source = as_source(data, batched=False if is_list else None)
             rows = source if isinstance(source, RandomAccessSource) else None
     call = f"ml.distribute_dataset({name}, ml.create_mesh(), global_batch_size="
     if rows is None:
@@ -390,17 +387,15 @@ def rows_of(
         hint = f"If it yields examples, write {call}{size})."
         raise MeshLayoutError(f"{kind} batches: leave out batch_size=. {hint}")
     if size is None:
-        call = f"{call}32)" if ":" in where else f"{where}({arguments}, batch_size=32)"
+        call = f"{call}32)" if ":" in where else f"{where}(..., batch_size=32)"
         raise MeshLayoutError(f"{where} needs the size of a batch: {call}.")
     _checks.count("batch_size", size, where=where)
     return rows
 
 
-def split_rows(
-    data: PyTree, labels: PyTree, size: int | None, share: float
-) -> list[Rows]:
-    """Returns all rows of `fit` but the last ones, and a share of these."""
-    rows = rows_of("fit", "train", data, labels, size)
+def split_rows(data: PyTree, size: int | None, share: float) -> list[Rows]:
+    """Returns the first rows of `fit`, and a share, which are the last."""
+    rows = rows_of("fit", "train", data, size)
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)
     if first in (0, len(rows)):

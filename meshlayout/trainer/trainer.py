@@ -236,21 +236,21 @@ class Trainer(_checks.WithReflexes):
         given = checked_columns("fit", data, trained)
         self._columns = trained or given
         if validation_split is not None:
-            if validation_data is not None or not has_rows(train, batch_size):
+            if validation_data is not None or not has_rows(data, batch_size):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
             if get_weights(data, self._steps.weights) is not None:
                 text = "held-out rows are weighted, too: validation_data= need not be."
                 self._report.warn(text)
-            parts = split_rows(train, labels, batch_size, validation_split)
-            (train, validation_data), labels = parts, None
-        arrays = train, labels, batch_size, seed, steps_per_epoch
+            parts = split_rows(data, batch_size, validation_split)
+            data, validation_data = parts
+        arrays = data, batch_size, seed, steps_per_epoch
         source, validation = TrainerInput(self, "fit", "train", *arrays), None
         if validation_data is not None:
-            kind = None if is_columns(train) else batch_size  # examples, as train is
+            kind = None if is_columns(data) else batch_size  # examples, as train is
             size = batch_size if has_rows(validation_data, kind) else None
             names = "fit: validation", "validation_data"
-            validation = TrainerInput(self, *names, validation_data, None, size)
+            validation = TrainerInput(self, *names, validation_data, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             step = int(self.state.step)  # waits, but nothing is running yet
@@ -286,8 +286,8 @@ class Trainer(_checks.WithReflexes):
 
         The values are floats by name, and NumPy arrays for metrics with dims.
         """
-        source = TrainerInput(self, "evaluate", "data", data, labels, batch_size)
-        return self._evaluate(source)
+        data = data if labels is None else (data, labels)
+        return self._evaluate(TrainerInput(self, "evaluate", "data", data, batch_size))
 
     def predict(
         self,
@@ -306,7 +306,7 @@ class Trainer(_checks.WithReflexes):
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
             step = functools.partial(self._steps.predict, predict_fn=predict_fn)
-        source = TrainerInput(self, "predict", "data", data, None, batch_size)
+        source = TrainerInput(self, "predict", "data", data, batch_size)
         parts: list[PyTree] = []
         pending: deque[tuple[PlacedBatch, PyTree]] = deque()
         for (placed,) in source.groups():
@@ -396,7 +396,7 @@ class Trainer(_checks.WithReflexes):
             # A user's callback may add values, which later ones can watch.
             may_add |= not callback.__module__.startswith("meshlayout.")
             name = callback._monitor
-            if not name or may_add or name in names or name in self.history:
+            if not name or may_add or name in names:
                 continue
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):

@@ -59,10 +59,6 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
-        if self._monitor not in logs:
-            is_val = self._monitor.startswith("val_")
-            lack = "needs validation data again" if is_val else f"is not in {[*logs]}"
-            raise MeshLayoutError(f"{self._monitor!r} {lack}.")
         best, self._best_epoch = math.inf, 0
         for number, value in enumerate(trainer.history[self._monitor], 1):
             score = value * self._sign
