@@ -292,10 +292,6 @@ def assert_layout(x: PyTree, expected: object) -> None:
             `PartitionSpec` or tuple of entries for the mesh of each array. `...` stands
             for any number of unsharded dims, and `MATCH` for anything in its dim.
 
-    Raises:
-        VerificationError: If a layout differs, or there are no arrays.
-        LayoutError: If `expected` is not a layout, or does not fit; or the map.
-
     Examples:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
@@ -345,7 +341,8 @@ def expect_communication(
 ) -> Communication:
     """Checks the number of collectives per kind in a compiled program; returns them.
 
-    To lock all of them, commit the result's `to_lock()` and call its `check_lock`.
+    If a number differs, the error lists all collectives. To lock all of them, commit
+    the result's `to_lock()` and call its `check_lock`.
 
     Args:
         program: A compiled step, the result of `jax.jit`, `lower` or `compile`, or a
@@ -355,9 +352,6 @@ def expect_communication(
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
             `collective_broadcast`. One in a loop counts once; see `in_loops`.
-
-    Raises:
-        VerificationError: If a count differs; lists all collectives.
 
     Examples:
         >>> import meshlayout as ml

@@ -35,7 +35,7 @@ from meshlayout.data.agreement import Agreement
 from meshlayout.data.examples import looks_batched, named_leaves
 from meshlayout.data.plan import DataPlan, as_source
 from meshlayout.errors import CheckpointError, MeshLayoutError
-from meshlayout.mesh import Mesh
+from meshlayout.layout import Layout
 from meshlayout.step.objective import check_batch
 
 
@@ -60,6 +60,7 @@ class TrainingPosition:
     step_in_epoch: int = 0
     steps_per_epoch: int | None = None  # None if not known
     examples_in_epoch: int = 0
+    is_resumed: bool = False  # from a checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,14 @@ class TrainerInput:
     ) -> None:
         self._trainer, self._opening, self._name = trainer, where, name
         self._warn = trainer._report.warn
-        self._ones = functools.lru_cache(1)(lambda n: self._on_mesh(np.ones(n, "f4")))
         self._trains, self._marks = where == "fit", where != "predict"
         self._accepts = functools.partial(trainer._accepts, train=self._trains)
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
-        leaves = jax.tree.leaves(trainer.state)
-        shardings = [x for x in map(_jax.sharding_of, leaves) if x]
-        meshes: Any = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
-        if not meshes:  # on one device; else on that to which JAX sends arrays
-            devices = shardings[0].device_set if shardings else jnp.zeros(()).devices()
-            meshes = [jax.sharding.Mesh(np.array([*devices]), ("batch",))]
-        self._layout = _batches.batch_layout(Mesh(meshes[0]))
+        arrays = [x for x in jax.tree.leaves(trainer.state) if _jax.sharding_of(x)]
+        # On a mesh; else on one device, at last that to which JAX sends arrays.
+        arrays.sort(key=lambda x: not isinstance(x.sharding, NamedSharding))
+        mesh = Layout.of([*arrays, jnp.zeros(())][0]).mesh
+        self._layout = _batches.batch_layout(mesh)
         checked_columns(where, data, trainer._columns)
         if not self._marks:
             data = _as_trained(data, trainer._steps._structure, self._key)
@@ -131,11 +129,9 @@ class TrainerInput:
         self.size = 0  # rows of the first batch
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
-        self.is_resumed = False
         # Processes take a step together or not at all, as those datasets see to.
-        self._agreement: Agreement | None = None
-        if not isinstance(data, (DistributedDataset, DataIterator)):
-            self._agreement = Agreement(self._layout.mesh)
+        is_agreed = isinstance(data, (DistributedDataset, DataIterator))
+        self._agreement = None if is_agreed else Agreement(mesh)
 
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
         """Yields the batches for each call of a step; fewer at the end of the epoch."""
@@ -227,11 +223,8 @@ class TrainerInput:
         padded = map_batch(lambda x: _batches.pad_rows(x, size), batch)
         if self._marks:
             known = get_weights(padded, self._key)
-            if known is None and rows == size:  # most, and placed once
-                weights = self._ones(size)
-            else:
-                weights = np.ones(size, "f4") if known is None else np.asarray(known)
-                weights = _batches.mask_padding(weights, np.arange(size) < rows)
+            weights = np.ones(size, "f4") if known is None else np.asarray(known)
+            weights = _batches.mask_padding(weights, np.arange(size) < rows)
             padded = _batches.with_weights(padded, self._key, weights)
         return self._on_mesh(padded)
 
@@ -299,7 +292,7 @@ class TrainerInput:
         self, place: Mapping[str, int], positions: Sequence[Any] | None, *, is_end: bool
     ) -> None:
         """Moves to a place; data without saved positions is read up to it."""
-        self.is_resumed = self._has_batches = True
+        self._has_batches = True
         self._num_done = 0 if is_end else place["number"]
         batches = self._begin()
         if positions is not None and isinstance(batches, Continues):

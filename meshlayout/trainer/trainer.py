@@ -183,9 +183,10 @@ class Trainer(_checks.WithReflexes):
         error in the data or a callback, another `fit` continues from the last step.
 
         With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
-        the running step, and ends the process with status 75. With `resume=True`, a run
-        continues from the newest intact checkpoint at the exact batch, with the bits of
-        an uninterrupted run. Data without `get_state` must repeat the same batches.
+        the running step and ends the process with status 75: `Preempted` is raised.
+        With `resume=True`, a run continues from the newest intact checkpoint at the
+        exact batch, with the bits of an uninterrupted run. Data without `get_state`
+        must repeat the same batches.
 
         Args:
             train: An iterable of batches, read again in each epoch, or a function that
@@ -205,11 +206,6 @@ class Trainer(_checks.WithReflexes):
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
-
-        Raises:
-            MeshLayoutError: If an argument is wrong, or the data yields no batch.
-            CheckpointError: If the checkpoint cannot be resumed from.
-            Preempted: After SIGTERM, to end the process.
         """
         # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
         if isinstance(labels, (int, np.integer)):

@@ -57,7 +57,7 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._saved_at, first = None, trainer.position.step
-        if trainer.input is not None and trainer.input.is_resumed:
+        if trainer.position.is_resumed:
             return
         self.checkpointer.wait()
         later = [step for step in self.checkpointer.all_steps() if step > first]
@@ -167,6 +167,7 @@ class Checkpoint(Callback):
             epoch=len(history.epochs),
             last_epoch=position.last_epoch - position.epoch,
             step=saved.number,
+            is_resumed=True,
             **notes["position"],
         )
         if not notes["is_end"]:

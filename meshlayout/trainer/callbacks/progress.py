@@ -209,8 +209,7 @@ class Log(Callback):
         if self._tensorboard is not None:  # a new file, beside those of other runs
             self._file = self._tensorboard.SummaryWriter(str(self._path))
         else:
-            resumes = trainer.input is not None and trainer.input.is_resumed
-            mode = "a+" if resumes else self._mode
+            mode = "a+" if trainer.position.is_resumed else self._mode
             self._file = self._path.open(mode, encoding="utf-8", newline="")
         self._mode = "a+"
 

@@ -49,8 +49,7 @@ class EarlyStopping(Callback):
         self._weights: dict[str, Any] = {}  # copies of the best ones
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        is_resumed = trainer.input is not None and trainer.input.is_resumed
-        self._first = 0 if is_resumed else len(trainer.history.epochs)
+        self._first = 0 if trainer.position.is_resumed else len(trainer.history.epochs)
         self._best_epoch, self._weights = 0, {}
         if self._restore_best and not isinstance(trainer.state, TrainState):
             msg = "EarlyStopping(restore_best=True) restores the model of a TrainState."
@@ -103,17 +102,14 @@ class StopOnNaN(Callback):
         self._pending.pending.clear()
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        names = {self._monitor} & {*metrics}
-        watched = Metrics({name: metrics.metric(name) for name in names})
-        self._pending.add(trainer.position, watched)
+        watched = {x: metrics.metric(x) for x in {self._monitor} & {*metrics}}
+        self._pending.add(trainer.position, Metrics(watched))
         for position, values in self._pending.read():
             # A value of validation is not among them.
             self._check(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        if not trainer.stopped:
-            value = trainer.history[self._monitor][-1]
-            self._check(trainer, trainer.position.step, value)
+        self._check(trainer, trainer.position.step, logs.get(self._monitor, 0.0))
 
     def _check(self, trainer: Trainer, step: int, value: float) -> None:
         if not math.isfinite(value) and not trainer.stopped:
