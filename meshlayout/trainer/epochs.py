@@ -125,7 +125,7 @@ class TrainerInput:
         self.num_steps = steps_per_epoch or operator.length_hint(data, 0) or None
         self._pass: Iterator[Any] = iter(())
         self._num_given = 0  # batches of this pass
-        self._number = self._num_done = 0  # batches of the epoch; before a resume
+        self._number = 0  # batches of the epoch
         self.size = 0  # rows of the first batch
         self.where = where  # the last batch, for errors
         self.is_over = False  # whether the data ended in, or before, the last epoch
@@ -135,7 +135,6 @@ class TrainerInput:
 
     def groups(self, size: int = 1, *, text: str = "") -> Iterator[list[PlacedBatch]]:
         """Yields the batches for each call of a step; fewer at the end of the epoch."""
-        self._number, self._num_done = self._num_done, 0
         group: list[PlacedBatch] = []
         for batch in self._epoch(text):
             name = f"batch {self._number}"
@@ -173,7 +172,7 @@ class TrainerInput:
         if not self._has_batches:
             msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
             raise MeshLayoutError(msg)
-        self.is_over = self._number < (self._steps or 1)
+        self.is_over, self._number = self._number < (self._steps or 1), 0
 
     def _begin(self) -> Iterator[Any]:
         """Begins a pass; an iterator continues its only one."""
@@ -293,7 +292,7 @@ class TrainerInput:
     ) -> None:
         """Moves to a place; data without saved positions is read up to it."""
         self._has_batches = True
-        self._num_done = 0 if is_end else place["number"]
+        self._number = 0 if is_end else place["number"]
         batches = self._begin()
         if positions is not None and isinstance(batches, Continues):
             move_to_position(batches, positions)

@@ -52,10 +52,8 @@ class TrainerSteps:
             # Fewer batches than a call takes run one by one.
             self.single_step = make_train_step(loss_fn, **{**own, "steps_per_call": 1})
             self._train_step = make_train_step(loss_fn, **own)
-            self.eval_step = make_eval_step(
-                loss_fn, **_options_of(make_eval_step, quiet)
-            )
-        self._predict_options = _options_of(make_predict_step, quiet)
+            self.eval_step = _made(make_eval_step, loss_fn, quiet)
+        self._quiet_options = quiet
         # Of a few functions, as the last one may be a new one.
         self._predict_step = functools.lru_cache(4)(self._new_predict_step)
 
@@ -97,33 +95,31 @@ class TrainerSteps:
 
     def _new_predict_step(self, function: PredictFn | None, structure: Any) -> Any:
         function = function or functools.partial(self._predict, structure)
-        return make_predict_step(function, **self._predict_options)
+        return _made(make_predict_step, function, self._quiet_options)
 
     def _predict(self, structure: Any, model: Any, batch: Batch) -> PyTree:
         """Returns the loss function's outputs; the model's for data without labels."""
         loss_fn, inputs = self.loss_fn, _without(batch, self.weights)
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         leaves, call = jax.tree.leaves(inputs), "predict_fn(model, batch)"
         # Data without labels; before a first `fit` or `evaluate`, a single array.
         num_trained = structure.num_leaves if structure else 1 + (inputs is leaves[0])
-        is_bare = loss_fn is None or len(leaves) < num_trained
-        name = "the model" if is_bare else name
-        note = f"predict calls {name}, or what you give as {call}"
-        note += "" if is_bare else "; for inputs alone write predict(x, ...)"
-        with _checks.noted(note):
-            if loss_fn is None or is_bare:
+        if loss_fn is None or len(leaves) < num_trained:
+            with _checks.noted(f"predict calls the model, or what you give as {call}"):
                 keys = [*inputs] if isinstance(inputs, Mapping) else range(len(leaves))
                 names = [name for name in signature(model).parameters if name in keys]
-                call = ", ".join(f"b[{key!r}]" for key in names or keys)
-                hint = f"Give predict_fn=lambda model, b: model({call})."
+                arguments = ", ".join(f"b[{key!r}]" for key in names or keys)
+                hint = f"Give predict_fn=lambda model, b: model({arguments})."
                 _checks.function("model", model, "batch", hint=hint)
                 return model(leaves[0] if len(leaves) == 1 else inputs)
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        note = f"predict calls {name}, or what you give as {call}; for inputs alone"
+        with _checks.noted(f"{note} write predict(x, ...)"):
             # A single array where a tuple or a dict of one was trained on.
             if structure is not None and len(leaves) == 1:
                 batch = structure.unflatten(leaves)
             # Random numbers are never drawn in evaluation mode, but may be passed on.
-            extras, names = {"train": False, "rngs": nnx.Rngs(0)}, signature(loss_fn)
-            taken = {key: extras[key] for key in extras if key in names.parameters}
+            extras, known = {"train": False, "rngs": nnx.Rngs(0)}, signature(loss_fn)
+            taken = {key: extras[key] for key in extras if key in known.parameters}
             result = loss_fn(model, batch, **taken)
         if not isinstance(result, tuple) or not result[1]:
             fact = f"predict: {name} returns losses but no outputs."
@@ -140,9 +136,10 @@ def _without(batch: Batch, key: str | int) -> Any:
     return batch[:-1] if has_weights else batch
 
 
-def _options_of(make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _made(make: Callable[..., Any], function: Any, options: Mapping[str, Any]) -> Any:
+    """Returns a step of a function, with those of the options that it takes."""
     names = signature(make).parameters
-    return {name: value for name, value in options.items() if name in names}
+    return make(function, **{name: x for name, x in options.items() if name in names})
 
 
 def checked_metrics(step: str, metrics: object) -> Metrics:

@@ -1,17 +1,12 @@
 """`Callback`: the moments of training at which a user's code can run."""
 
 import inspect
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
-
-from meshlayout import _checks, _jax
+from meshlayout import _checks
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.epochs import TrainingPosition
-from meshlayout.trainer.history import scalars
 
 
 if TYPE_CHECKING:
@@ -89,34 +84,3 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
             names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
             _checks.function(where, getattr(callback, name), *names)
     return chosen
-
-
-_CALLS_LATER = 4  # so many calls may be running where `AsyncMetrics` is `in_step`
-
-
-class AsyncMetrics:
-    """A queue of metrics, each of which is read, without waiting, once it is computed.
-
-    Processes may read at different times. With `in_step`, for values that decide
-    something, all read them after the same step: a fixed number of calls later.
-    """
-
-    def __init__(self, *, in_step: bool = False) -> None:
-        self._in_step = in_step and _jax.process_count() > 1
-        self.pending: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
-
-    def add(self, position: TrainingPosition, metrics: Metrics) -> None:
-        """Adds metrics on the device, and the position that they belong to."""
-        # New arrays: the next step donates the metrics themselves.
-        self.pending.append((position, metrics.local_values()))
-
-    def read(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
-        """Yields the scalar values that are ready, oldest first."""
-        while self.pending:
-            position, values = self.pending[0]
-            leaves = jax.tree.leaves(values)
-            is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
-            if not (len(self.pending) > _CALLS_LATER if self._in_step else is_ready):
-                break
-            self.pending.popleft()
-            yield position, scalars(values)

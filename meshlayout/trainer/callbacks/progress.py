@@ -21,7 +21,7 @@ from meshlayout import _checks
 from meshlayout._render.consoles import console_on, is_notebook
 from meshlayout._render.tables import html_block, html_text
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
 from meshlayout.trainer.history import scalars, value_text
 
@@ -98,7 +98,9 @@ class Progress(Callback):
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console, self._pending = console, AsyncMetrics()
+        self._console = console
+        # Values that the device computes, not more: a slow one would fall behind.
+        self._pending: tuple[TrainingPosition, dict[str, Any]] | None = None
         self._display: _Terminal | _Notebook | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -110,7 +112,7 @@ class Progress(Callback):
             self._display = _Notebook() if in_cell else _Terminal(console)
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        self._pending.pending.clear()
+        self._pending = None
         self._epoch_start_s, self._trained_s = time.perf_counter(), 0.0
         # Those before a run that is resumed are not of this epoch's time.
         self._examples_before = trainer.position.examples_in_epoch
@@ -120,12 +122,15 @@ class Progress(Callback):
         if self._display is None or not self._display.has_bar:
             return
         now_s = time.perf_counter()
-        # At most one in flight: a slow device would fall behind further and further.
-        if not self._pending.pending and now_s - self._shown_s >= _INTERVAL_S:
+        if self._pending is None and now_s - self._shown_s >= _INTERVAL_S:
             self._shown_s = now_s
-            self._pending.add(trainer.position, metrics)
-        for position, values in self._pending.read():
-            texts = [f"  {name} {value_text(x)}" for name, x in values.items()]
+            # New arrays: the next step donates the metrics themselves.
+            self._pending = trainer.position, metrics.local_values()
+        leaves = jax.tree.leaves(self._pending)
+        is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
+        if self._pending is not None and is_ready:
+            (position, values), self._pending = self._pending, None
+            texts = [f"  {k} {value_text(x)}" for k, x in scalars(values).items()]
             rate = self._rate_text(position, now_s - self._epoch_start_s)
             self._show(position, "".join([*texts, f"  {rate}"]))
 

@@ -1,6 +1,7 @@
 """Callbacks that end training: a value no longer improves, or is not finite."""
 
 import math
+from collections import deque
 from typing import Any, Literal
 
 import jax
@@ -9,7 +10,12 @@ from meshlayout import _checks
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, Logs, Trainer
+from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
+
+
+# A value is read so many calls later: it is computed by then, and on several processes
+# all of them stop after the same step.
+_CALLS_LATER = 4
 
 
 @_checks.user_call
@@ -88,29 +94,32 @@ class EarlyStopping(Callback):
 class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
-    It checks the mean of the epoch so far without waiting: training stops some steps
-    later, on all processes after the same step.
+    It checks the mean of the epoch so far, which it reads when four more calls of the
+    step are running, so training stops some steps later.
 
     Args:
         monitor: The name of the value.
     """
 
     def __init__(self, monitor: str = "loss") -> None:
-        self._monitor, self._pending = monitor, AsyncMetrics(in_step=True)
+        self._monitor = monitor
+        self._pending: deque[tuple[int, Any]] = deque()
 
     def on_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        self._pending.pending.clear()
+        self._pending.clear()
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        watched = {x: metrics.metric(x) for x in {self._monitor} & {*metrics}}
-        self._pending.add(trainer.position, Metrics(watched))
-        for position, values in self._pending.read():
-            # A value of validation is not among them.
-            self._check(trainer, position.step, values.get(self._monitor, 0.0))
+        if self._monitor in metrics.names:  # else it is of validation
+            # New arrays: the next step donates the metrics themselves.
+            watched = Metrics({self._monitor: metrics.metric(self._monitor)})
+            self._pending.append((step, watched.local_values()[self._monitor]))
+        if len(self._pending) > _CALLS_LATER:
+            self._check(trainer, *self._pending.popleft())
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         self._check(trainer, trainer.position.step, logs.get(self._monitor, 0.0))
 
-    def _check(self, trainer: Trainer, step: int, value: float) -> None:
+    def _check(self, trainer: Trainer, step: int, value: Any) -> None:
+        value = float(value)
         if not math.isfinite(value) and not trainer.stopped:
             trainer.stop(f"{self._monitor} is {value} at step {step}")
