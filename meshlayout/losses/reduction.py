@@ -51,10 +51,9 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     losses = _real("losses", losses, where="per_example").astype("float32")
     if losses.ndim == 0:
         raise LossError("losses are a scalar; give one loss per example, (batch,).")
-    num_kept = 1
-    if weights is not None:  # of which one may be for all examples
-        num_kept = max(1, _fitting_weights(weights, losses).ndim)
-    return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
+    # One weight may be for all examples.
+    num_kept = 0 if weights is None else _fitting_weights(weights, losses).ndim
+    return losses.mean(axis=tuple(range(max(1, num_kept), losses.ndim)))
 
 
 @_checks.user_call

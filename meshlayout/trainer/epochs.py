@@ -351,15 +351,14 @@ def has_rows(data: Any, size: int | None) -> bool:
     """Returns whether data is arrays or indexable examples, to be batched."""
     if is_columns(data) or isinstance(data, RandomAccessSource):
         return True
-    is_text, is_list = isinstance(data, (str, bytes)), isinstance(data, list)
-    if is_text or hasattr(data, "__next__") or not _is_indexed(data):
+    if hasattr(data, "__next__") or not _is_indexed(data):
         return False
-    return size is not None or not (is_list or looks_batched(data[0]))
+    return size is not None or not (isinstance(data, list) or looks_batched(data[0]))
 
 
 def _is_indexed(data: Any) -> bool:
     has_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return has_index and not isinstance(data, type) and len(data) > 0
+    return has_index and not isinstance(data, (type, str, bytes)) and len(data) > 0
 
 
 def rows_of(

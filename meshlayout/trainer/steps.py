@@ -63,7 +63,7 @@ class TrainerSteps:
         """Runs a train step, or those of a list of batches."""
         # A batch may itself be a list, of arrays.
         batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
-        self._check("train_step", batches[0])
+        self.check("train_step", batches[0])
         is_full = len(batches) == self.group_size > 1
         if is_full and len({*map(num_examples, batches)}) == 1:
             return self._train_step(state, batches, metrics)
@@ -71,11 +71,6 @@ class TrainerSteps:
         for item in batches:
             result = self.single_step(result[0], item, result[1])
         return result
-
-    def evaluate(self, state: PyTree, batch: Batch, metrics: Metrics | None) -> Metrics:
-        """Measures a batch."""
-        self._check("eval_step", batch)
-        return self.eval_step(state, batch, metrics)
 
     def predict(
         self, state: PyTree, batch: Batch, predict_fn: PredictFn | None = None
@@ -85,7 +80,7 @@ class TrainerSteps:
         structure = self._structure if function is None else None
         return self._predict_step(function, structure)(state, batch)
 
-    def _check(self, step: str, batch: Batch) -> None:
+    def check(self, step: str, batch: Batch) -> None:
         """Checks that there is a loss function, and records its batches' structure."""
         if self.loss_fn is None:
             msg = f"the trainer has no loss function to make {step} from: give loss_fn,"

@@ -154,7 +154,8 @@ class Trainer(_checks.WithReflexes):
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> Metrics:
         """Measures one batch, like `train_step`; the state is not used up."""
-        return self._steps.evaluate(state, batch, metrics)
+        self._steps.check("eval_step", batch)
+        return self._steps.eval_step(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
         """Returns the model's predictions for one batch; the state is not used up."""
@@ -229,8 +230,7 @@ class Trainer(_checks.WithReflexes):
             raise MeshLayoutError(f"{msg} from: ml.callbacks.Checkpoint(checkpointer).")
         data = train if labels is None else (train, labels)
         trained = self._columns if self.history.epochs else {}
-        given = checked_columns("fit", data, trained)
-        self._columns = trained or given
+        self._columns = checked_columns("fit", data, trained) | trained
         if validation_split is not None:
             if validation_data is not None or not has_rows(data, batch_size):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
@@ -238,15 +238,14 @@ class Trainer(_checks.WithReflexes):
             if get_weights(data, self._steps.weights) is not None:
                 text = "held-out rows are weighted, too: validation_data= need not be."
                 self._report.warn(text)
-            parts = split_rows(data, batch_size, validation_split)
-            data, validation_data = parts
-        arrays = data, batch_size, seed, steps_per_epoch
-        source, validation = TrainerInput(self, "fit", "train", *arrays), None
+            data, validation_data = split_rows(data, batch_size, validation_split)
+        given = data, batch_size, seed, steps_per_epoch
+        source, self._validation = TrainerInput(self, "fit", "train", *given), None
         if validation_data is not None:
             kind = None if is_columns(data) else batch_size  # examples, as train is
             size = batch_size if has_rows(validation_data, kind) else None
-            names = "fit: validation", "validation_data"
-            validation = TrainerInput(self, *names, validation_data, size)
+            given = "fit: validation", "validation_data", validation_data, size
+            self._validation = TrainerInput(self, *given)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             step = int(self.state.step)  # waits, but nothing is running yet
@@ -255,7 +254,6 @@ class Trainer(_checks.WithReflexes):
         )
         self.stopped = self.history.stopped = ""
         self.input, self._callbacks, self._metrics = source, chosen, None
-        self._validation = validation
         if resume:
             self._metrics = checkpoints[0].resume(self, source)
         with contextlib.ExitStack() as closing:
@@ -413,9 +411,8 @@ class Trainer(_checks.WithReflexes):
         for number, (placed,) in enumerate(source.groups()):
             if number == limit and source is self._validation:
                 fact = f"validation has not ended after {number} batches: is its data"
-                self._report.warn(
-                    f"{fact} endless? Use lambda: itertools.islice(data, n)."
-                )
+                way_out = "Use lambda: itertools.islice(data, n)."
+                self._report.warn(f"{fact} endless? {way_out}")
             with noted_batch(source.where, placed.batch):
                 metrics = self.eval_step(self.state, placed.batch, metrics)
             checked_metrics("eval_step", metrics)

@@ -75,7 +75,7 @@ class EarlyStopping(Callback):
             # is. A copy, as the next step donates the state.
             state: TrainState = trainer.state
             weights = {"params": state.params, "model_state": state.model_state}
-            weights["ema"] = state.extra.get("ema")
+            weights["extra"] = {x: state.extra[x] for x in {"ema"} & {*state.extra}}
             self._weights = jax.tree.map(lambda leaf: leaf.copy(), weights)
         if epoch - max(self._best_epoch, self._first) >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
@@ -84,8 +84,7 @@ class EarlyStopping(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._weights:
-            ema, extra = self._weights.pop("ema"), trainer.state.extra
-            extra = {**extra, "ema": ema} if "ema" in extra else extra
+            extra = {**trainer.state.extra, **self._weights.pop("extra")}
             trainer.state = trainer.state.replace(**self._weights, extra=extra)
         self._weights = {}
 
