@@ -10,6 +10,7 @@ compiler can combine it with that of the gradients only if nothing reads it befo
 import inspect
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -38,6 +39,9 @@ _KINDS: dict[str, Any] = {"learning_rate": Last, "loss_scale": Last, "skipped": 
 
 # Names in a step's metrics that no part, and no metric of a user's, may have.
 RESERVED = ("loss", DATA, "grad_norm", *_KINDS)
+
+# Loss functions of whose shapes a step has warned.
+_warned: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,9 @@ class Loss:
         weights = get_weights(batch, self.weights)
         shapes = [np.shape(x) for x in jax.tree.leaves(batch) if x is not weights]
         has_labels = any(shape in ((rows,), (rows, 1)) for shape in shapes)
-        if has_labels and not any(shape[1:2] == (rows,) for shape in shapes):
+        is_told = self.loss_fn in _warned
+        if has_labels and not any(is_told or x[1:2] == (rows,) for x in shapes):
+            _warned.add(self.loss_fn)
             fact = f"losses have shape {(rows, rows)} for {rows} rows: outputs of"
             fact += f" {(rows, 1)} and labels of {(rows,)} broadcast. Take the column:"
             warnings.warn(f"{fact} model(x)[:, 0].", stacklevel=stack_level())
