@@ -138,8 +138,8 @@ class Loss:
         weights = get_weights(batch, self.weights)
         shapes = [np.shape(x) for x in jax.tree.leaves(batch) if x is not weights]
         has_labels = any(shape in ((rows,), (rows, 1)) for shape in shapes)
-        is_told = self.loss_fn in _warned
-        if has_labels and not any(is_told or x[1:2] == (rows,) for x in shapes):
+        is_square = any(shape[1:2] == (rows,) for shape in shapes)
+        if has_labels and not is_square and self.loss_fn not in _warned:
             _warned.add(self.loss_fn)
             fact = f"losses have shape {(rows, rows)} for {rows} rows: outputs of"
             fact += f" {(rows, 1)} and labels of {(rows,)} broadcast. Take the column:"

@@ -62,13 +62,12 @@ class TrainerSteps:
     ) -> tuple[PyTree, Metrics]:
         """Runs a train step, or those of a list of batches."""
         # A batch may itself be a list, of arrays.
-        batches = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
-        self.check("train_step", batches[0])
-        is_full = len(batches) == self.group_size > 1
-        if is_full and len({*map(num_examples, batches)}) == 1:
-            return self._train_step(state, batches, metrics)
+        group = batch if self.group_size > 1 and isinstance(batch, list) else [batch]
+        self.check("train_step", group[0])
+        if len(group) == self.group_size > 1 and len({*map(num_examples, group)}) == 1:
+            return self._train_step(state, group, metrics)
         result: Any = state, metrics
-        for item in batches:
+        for item in group:
             result = self.single_step(result[0], item, result[1])
         return result
 

@@ -263,8 +263,8 @@ class Trainer(_checks.WithReflexes):
             self._check_monitors({})
             self._notify("on_fit_start")
             while self.position.epoch < self.position.last_epoch and not self.stopped:
-                self._train_epoch(preemption)
-                self._end_epoch()
+                self._train_epoch(source, preemption)
+                self._end_epoch(source)
                 self._end_if_preempted(preemption)
             self._notify("on_fit_end")
         return self.history
@@ -320,9 +320,8 @@ class Trainer(_checks.WithReflexes):
         epochs, step = len(self.history.epochs), self.position.step
         return f"{type(self).__name__}({epochs} epochs, step {step}{stopped})"
 
-    def _train_epoch(self, preemption: Preemption | None) -> None:
-        epoch, source = len(self.history.epochs) + 1, self.input
-        assert source is not None
+    def _train_epoch(self, source: TrainerInput, preemption: Preemption | None) -> None:
+        epoch = len(self.history.epochs) + 1
         is_new = self._metrics is None  # else restored, with the position in the epoch
         start = {"step_in_epoch": 0, "examples_in_epoch": 0} if is_new else {}
         self.position = replace(self.position, epoch=epoch, **start)
@@ -362,10 +361,10 @@ class Trainer(_checks.WithReflexes):
                 examples_in_epoch=position.examples_in_epoch + rows,
             )
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, source: TrainerInput) -> None:
         """Reads the epoch's metrics and validates; drops an epoch without steps."""
         position, metrics, self._metrics = self.position, self._metrics, None
-        if self.input is not None and self.input.is_over:
+        if source.is_over:
             self.stop(f"the training data ended at step {position.step}")
         if metrics is None:  # the data ended exactly with the epoch before
             self.position = replace(position, epoch=position.epoch - 1)
@@ -433,9 +432,9 @@ class Trainer(_checks.WithReflexes):
         is_own = getattr(type(self), name) is not getattr(Trainer, name)
         if self._pads is None and not is_own and self._steps.loss_fn is not None:
             step = self._steps.single_step if train else self._steps.eval_step
-            self._pads = True
             try:
                 step.trace(self.state, batch)
+                self._pads = True
             except (errors.LossError, errors.MetricError):
                 self._pads = False
         return self._pads is not False

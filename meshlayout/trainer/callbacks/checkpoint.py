@@ -31,7 +31,7 @@ class Checkpoint(Callback):
     """Saves the run every epoch or every n steps, at its end, and on preemption.
 
     A checkpoint holds the state, the position in the data, and metadata: the epoch, its
-    values (`"logs"`) at its end, and what `fit(resume=True)` needs. To restore the
+    values (`"logs"`, at its end), and what `fit(resume=True)` needs. To restore the
     state alone, call `checkpointer.restore(state)`.
 
     If the checkpointer also has `every=`, both must be due. If it has `best=`, every
@@ -112,8 +112,7 @@ class Checkpoint(Callback):
             "position": {name: getattr(trainer.position, name) for name in counts},
             "history": {"epochs": history.epochs, "values": dict(history)},
         }
-        metadata = {"epoch": trainer.position.epoch, "resume": notes}
-        metadata |= {"logs": logs} if is_end else {}
+        metadata = {"epoch": trainer.position.epoch, "logs": logs, "resume": notes}
         if self.checkpointer.save(
             step,
             trainer.state,

@@ -50,8 +50,7 @@ class _Terminal:
         self._bars.update(self._task, total=total, completed=done, description=text)
 
     def add_line(self, line: str) -> None:
-        plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
-        self._console.print(line, soft_wrap=True, **plain)
+        self._console.out(line, highlight=False)  # whose brackets are brackets
         self._console.file.flush()  # so that a followed log is up to date
 
     def close(self) -> None:

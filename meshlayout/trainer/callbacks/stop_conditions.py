@@ -119,6 +119,5 @@ class StopOnNaN(Callback):
         self._check(trainer, trainer.position.step, logs.get(self._monitor, 0.0))
 
     def _check(self, trainer: Trainer, step: int, value: Any) -> None:
-        value = float(value)
-        if not math.isfinite(value) and not trainer.stopped:
+        if not math.isfinite(value):
             trainer.stop(f"{self._monitor} is {value} at step {step}")
