@@ -50,7 +50,7 @@ class _Terminal:
         self._bars.update(self._task, total=total, completed=done, description=text)
 
     def add_line(self, line: str) -> None:
-        self._console.out(line, highlight=False)  # whose brackets are brackets
+        self._console.out(line, highlight=False)  # without markup, too
         self._console.file.flush()  # so that a followed log is up to date
 
     def close(self) -> None:
@@ -98,9 +98,10 @@ class Progress(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
-        # Values that the device computes, not more: a slow one would fall behind.
+        # At most one set of values is in flight: a slow device would fall behind.
         self._pending: tuple[TrainingPosition, dict[str, Any]] | None = None
-        self._display: _Terminal | _Notebook | None = None
+        quiet = Console(quiet=True, force_terminal=False)  # for the other processes
+        self._display: _Terminal | _Notebook = _Terminal(quiet)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start_s = self._shown_s = time.perf_counter()
@@ -118,7 +119,7 @@ class Progress(Callback):
         self._show(trainer.position)
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Metrics) -> None:
-        if self._display is None or not self._display.has_bar:
+        if not self._display.has_bar:
             return
         now_s = time.perf_counter()
         if self._pending is None and now_s - self._shown_s >= _INTERVAL_S:
@@ -138,8 +139,6 @@ class Progress(Callback):
         self._show(trainer.position, "  validating")
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
-        if self._display is None:
-            return
         position, width = trainer.position, self._display.width
         epoch_s = time.perf_counter() - self._epoch_start_s
         facts = [f"{epoch_s:.1f} s"]
@@ -159,22 +158,19 @@ class Progress(Callback):
         self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        position, display = trainer.position, self._display
-        if display is not None and trainer.stopped:
-            display.add_line(f"stopped: {trainer.stopped}")
-        elif display is not None and not position.step_in_fit:
-            display.add_line(f"nothing to train: {position.epoch} epochs are done")
+        position, add_line = trainer.position, self._display.add_line
+        if trainer.stopped:
+            add_line(f"stopped: {trainer.stopped}")
+        elif not position.step_in_fit:
+            add_line(f"nothing to train: {position.epoch} epochs are done")
 
     def close(self) -> None:
-        if self._display is not None:
-            self._display.close()
-        self._display = None
+        self._display.close()
 
     def _show(self, position: TrainingPosition, facts: str = "") -> None:
         done, total = position.step_in_epoch, position.steps_per_epoch
-        if self._display is not None:
-            count = f"step {done}/{total}" if total else f"step {done}"
-            self._display.show(f"{_title(position)}  {count}{facts}", done, total)
+        count = f"step {done}/{total}" if total else f"step {done}"
+        self._display.show(f"{_title(position)}  {count}{facts}", done, total)
 
     def _rate_text(self, position: TrainingPosition, seconds: float) -> str:
         count = position.examples_in_epoch - self._examples_before
