@@ -334,10 +334,7 @@ def _problem(leaf: _paths.Leaf, expected: object) -> str:
 
 @_checks.user_call
 def expect_communication(
-    program: Any,
-    *args: Any,
-    only: bool = False,
-    **counts: int,
+    program: Any, *args: Any, only: bool = False, **counts: int
 ) -> Communication:
     """Checks the number of collectives per kind in a compiled program; returns them.
 
