@@ -95,7 +95,7 @@ class TrainerInput:
         self._accepts = functools.partial(trainer._accepts, train=self._trains)
         self._steps, self._key = steps_per_epoch, trainer._steps.weights
         arrays = [x for x in jax.tree.leaves(trainer.state) if _jax.sharding_of(x)]
-        # On a mesh; else on one device, at last that to which JAX sends arrays.
+        # Those on a mesh first; without any, the device that JAX would choose.
         arrays.sort(key=lambda x: not isinstance(x.sharding, NamedSharding))
         mesh = Layout.of([*arrays, jnp.zeros(())][0]).mesh
         self._layout = _batches.batch_layout(mesh)
@@ -385,7 +385,7 @@ def rows_of(
 
 
 def split_rows(data: PyTree, size: int | None, share: float) -> list[Rows]:
-    """Returns the first rows of `fit`, and a share, which are the last."""
+    """Returns all rows of `fit` but a share of them, and that share: the last ones."""
     rows = rows_of("fit", "train", data, size)
     share = _checks.number("validation_split", share, above=0, below=1, where="fit")
     first = len(rows) - round(len(rows) * share)

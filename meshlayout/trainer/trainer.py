@@ -239,13 +239,13 @@ class Trainer(_checks.WithReflexes):
                 text = "held-out rows are weighted, too: validation_data= need not be."
                 self._report.warn(text)
             data, validation_data = split_rows(data, batch_size, validation_split)
-        given = data, batch_size, seed, steps_per_epoch
-        source, self._validation = TrainerInput(self, "fit", "train", *given), None
+        arguments = data, batch_size, seed, steps_per_epoch
+        source, self._validation = TrainerInput(self, "fit", "train", *arguments), None
         if validation_data is not None:
             kind = None if is_columns(data) else batch_size  # examples, as train is
             size = batch_size if has_rows(validation_data, kind) else None
-            given = "fit: validation", "validation_data", validation_data, size
-            self._validation = TrainerInput(self, *given)
+            names = "fit: validation", "validation_data"
+            self._validation = TrainerInput(self, *names, validation_data, size)
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
             step = int(self.state.step)  # waits, but nothing is running yet
