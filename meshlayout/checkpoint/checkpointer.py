@@ -318,8 +318,9 @@ class Checkpointer(_checks.WithReflexes):
 
         Args:
             like: A state with the shapes, dtypes and layouts to restore, concrete or
-                abstract (`ml.describe`, `jax.eval_shape`); or a layout map, to get
-                nested dicts of all arrays; or None, to get them on one device.
+                abstract (`ml.describe`, `jax.eval_shape`), or a model, to predict; or
+                a layout map, to get nested dicts of all arrays; or None, to get them
+                on one device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: Layouts to use instead of those of `like`.
             data: The input iterator to move to its saved position.

@@ -42,7 +42,13 @@ logger = logging.getLogger("meshlayout.checkpoint")
 _SHOWN, _COMPARED, _DEEPEST = 40, 100, 200
 
 _COLUMNS = ("differs", "wanted", "saved")
+_MODEL = re.compile("^(params|model_state)/")  # in a TrainState
 
+_OPTIMIZER = (
+    "The optimizer is not the saved one; one with a schedule counts its steps, too. To "
+    "predict only, restore the model: restore(ml.create(build)). To train on with a new "
+    "optimizer: partial='^opt_state/'."
+)
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
@@ -472,6 +478,9 @@ def match(
         else:
             pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
     extra = {name: saved[name] for name in rest.values() if name not in left}
+    if any(map(_MODEL.match, names)) and not any(map(_MODEL.match, paths)):
+        # A model takes its own arrays of a TrainState.
+        extra = {name: spec for name, spec in extra.items() if _MODEL.match(name)}
     # Numbers, as that of the step, are in any state.
     found = [spec for spec in wanted if spec.path in pairs]
     has_dims = [any(x.shape for x in specs) for specs in (found, missing.values())]
@@ -485,13 +494,19 @@ def match(
         path = next((x for x in missing if missing[x].shape), "")
         alike = [x for x in extra if path and extra[x].shape == missing[path].shape]
         advice = _renaming(path, alike, request.separator) + _ADVICE
+        rows = [*missing, *extra, *(x.path for x in (*shapes, *dtypes))]
+        if all(x.startswith("opt_state/") for x in rows):
+            advice = _OPTIMIZER
         msg = f"{source} does not fit the state to restore: {wrong.summary()}.\n"
         msg += f"{wrong.table(_SHOWN)}\n{advice}"
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
     if diff:
-        logger.info("%s differs: %s", source, diff)
+        # What was not saved stays as created, perhaps because a layer has another name.
+        level = logging.WARNING if missing else logging.INFO
+        table = diff.table(_SHOWN)
+        logger.log(level, "%s differs: %s\n%s", source, diff.summary(), table)
     return pairs, diff
 
 
@@ -508,7 +523,7 @@ def _renaming(path: str, names: Collection[str], separator: str) -> str:
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
     """Returns paths without what modules or versions of Flax lack, if that is clear."""
-    bare = [re.sub("^(params|model_state)/|/value$", "", path) for path in paths]
+    bare = [re.sub(f"{_MODEL.pattern}|/value$", "", path) for path in paths]
     return bare if len({*bare}) == len(bare) else paths
 
 
