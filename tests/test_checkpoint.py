@@ -482,7 +482,8 @@ def test_steps_that_do_not_exist_are_refused(ck):
         assert error_of(ck.restore, like).endswith("The number of a step is step=.")
     assert error_of(ck.restore, step=4) == f"{begin} 4: there is 3."
     assert error_of(ck.restore, step="best") == (
-        "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
+        "the best step needs Checkpointer(directory, best=(name, 'max')), or 'min'; the "
+        "last one's names are none."
     )
     for step in ("newest", -1, True):
         message = f"step must be a non-negative integer, got {step!r}."

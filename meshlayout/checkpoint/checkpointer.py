@@ -271,8 +271,10 @@ class Checkpointer(_checks.WithReflexes):
 
     def _best_of(self, paths: Mapping[int, Path]) -> int | None:
         if self.best is None:
-            msg = "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
-            raise CheckpointError(msg)
+            facts = [steps.read_facts(path)["metrics"] for path in paths.values()]
+            names = ", ".join(map(repr, facts[-1] if facts else ())) or "none"
+            way = "the best step needs Checkpointer(directory, best=(name, 'max'))"
+            raise CheckpointError(f"{way}, or 'min'; the last one's names are {names}.")
         (name, mode), values = self.best, dict[int, float]()
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
