@@ -37,17 +37,17 @@ from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# How many rows of a difference an error shows, among how many names near ones are
-# looked for (difflib is slow), and how many keys a name may have.
-_SHOWN, _COMPARED, _DEEPEST = 40, 100, 200
+# How many rows of a difference an error shows, and among how many names near ones are
+# looked for (difflib is slow).
+_SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
 _MODEL = re.compile("^(params|model_state)/")  # in a TrainState
 
 _OPTIMIZER = (
-    "The optimizer is not the saved one; one with a schedule counts its steps, too. To "
-    "predict only, restore the model: restore(ml.create(build)). To train on with a new "
-    "optimizer: partial='^opt_state/'."
+    "The optimizer is not the saved one; one with a schedule counts its steps, too. "
+    "To predict only, restore a model: restore(ml.create(build)). To train with a new "
+    "optimizer, write partial='^opt_state/'."
 )
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
@@ -253,8 +253,6 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
     for path, value in items:
         *parents, last = path.split("/")
         node: Any = tree
-        if len(parents) > _DEEPEST:  # JAX walks trees by recursion
-            raise CheckpointError(f"{path[:80]!r}... has more than {_DEEPEST} keys.")
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
@@ -502,11 +500,9 @@ def match(
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
-    if diff:
-        # What was not saved stays as created, perhaps because a layer has another name.
-        level = logging.WARNING if missing else logging.INFO
-        table = diff.table(_SHOWN)
-        logger.log(level, "%s differs: %s\n%s", source, diff.summary(), table)
+    if missing:  # perhaps because a layer has another name now
+        text = f"{diff.summary()}\n{diff.table(_SHOWN)}"
+        logger.warning("%s differs: %s", source, text)
     return pairs, diff
 
 
