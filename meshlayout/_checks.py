@@ -367,6 +367,9 @@ def _check_call(
             if hint := hint or ("" if takes_any else f"It takes {names}."):
                 raise MeshLayoutError(f"{where} got {name}=. {hint}") from None
         hint = _reflexes().get(where, "")
+        names = [f"{k}=" for k, x in known.items() if x.kind is x.KEYWORD_ONLY]
+        if names and "too many" in str(problem):
+            hint = f"{hint} Give by name: {', '.join(names[:6])}.".lstrip()
         raise MeshLayoutError(f"{where}: {problem}. {hint}".rstrip()) from None
 
 

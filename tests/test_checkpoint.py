@@ -189,8 +189,8 @@ def test_a_sharded_state_is_restored_on_one_device_without_a_mesh(kept):
     assert_same_bits(kept.ck.restore()["params"], kept.state.params)
 
 
-def test_a_bare_module_is_restored_from_a_train_state_with_its_other_arrays(kept):
-    made = kept.ck.restore(Model(nnx.Rngs(2)), partial=True)
+def test_a_bare_module_is_restored_from_a_train_state(kept):
+    made = kept.ck.restore(Model(nnx.Rngs(2)))
     assert_same_bits(
         *(nnx.to_pure_dict(nnx.state(x)) for x in (made, kept.state.model))
     )
@@ -482,7 +482,8 @@ def test_steps_that_do_not_exist_are_refused(ck):
         assert error_of(ck.restore, like).endswith("The number of a step is step=.")
     assert error_of(ck.restore, step=4) == f"{begin} 4: there is 3."
     assert error_of(ck.restore, step="best") == (
-        "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
+        "the best step needs Checkpointer(directory, best=(name, 'max')), or 'min'; the "
+        "last one's names are none."
     )
     for step in ("newest", -1, True):
         message = f"step must be a non-negative integer, got {step!r}."

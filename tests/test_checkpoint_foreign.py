@@ -332,9 +332,9 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         (jax.ShapeDtypeStruct((2,), "float32"), "an array of shape (2,)"),
     ):
         assert save({"a": values(2), "x": value}) == (
-            f"x: safetensors files cannot hold {what}. Save the parameters alone, as "
-            "state.params or nnx.state(model, nnx.Param), and of PRNG keys "
-            "jax.random.key_data."
+            f"x: safetensors files cannot hold {what}. Save parameters and batch "
+            "statistics alone, as nnx.state(model, (nnx.Param, nnx.BatchStat)), and of "
+            "PRNG keys jax.random.key_data."
         )
     for state in (values(2), None, {}, {"a": {}}):
         assert save(state).startswith("state must hold arrays by name, got ")

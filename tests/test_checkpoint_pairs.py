@@ -108,9 +108,18 @@ def test_all_differences_stand_side_by_side_with_near_names():
     assert (dtype.path, dtype.saved.dtype) == ("n", np.dtype("float32"))
 
 
-def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra():
+def test_another_optimizer_is_named():
+    saved = numbered("params/w", "opt_state/0/mu/w", "opt_state/1/count")
+    like = numbered("params/w", "opt_state/0/mu/w")
+    assert "The optimizer is not the saved one" in error_of(restored, saved, like)
+    got = restored(saved, like, partial="^opt_state/")
+    assert got["params/w"].tolist() == [0, 0]
+
+
+def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra(caplog):
     like = {"a": np.full(2, 7, "float32"), "c": np.full(2, 8, "float32")}
     got = restored(numbered("a", "b"), like, partial=True)
+    assert "missing  c f32[2]" in caplog.text
     assert (got["a"].tolist(), got["c"].tolist()) == ([0, 0], [8, 8])
     assert sorted(got) == ["a", "c"]
     other = numbered("a", "b", shape=(3,))

@@ -203,7 +203,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
     )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "
-        "'model': 4})."
+        "'model': 4}). Give by name: devices=, dcn=, axis_types=."
     )
     assert message_of(ml.Trainer, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), bad_key) == (
         "Trainer takes a TrainState, got a Linear. Write ml.TrainState.create(build, "
@@ -324,7 +324,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
         assert words in error(call)
     calls = {
         lambda: ml.Trainer(state).fit(1, 2, 3, 4): "fit: too many positional arguments."
-        " Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32).",
+        " Write Trainer(state, loss_fn).fit(x, y, epochs=5, batch_size=32). Give by "
+        "name: batch_size=, shuffle=, steps_per_epoch=, validation_data=, "
+        "validation_split=, callbacks=.",
         lambda: ml.callbacks.Checkpoint("dir", monitor="val_loss"): "Checkpoint got "
         "monitor=. Write Checkpoint(ml.Checkpointer(directory, best=('val_loss', "
         "'min'))).",

@@ -271,8 +271,10 @@ class Checkpointer(_checks.WithReflexes):
 
     def _best_of(self, paths: Mapping[int, Path]) -> int | None:
         if self.best is None:
-            msg = "no step is best without Checkpointer(best=('val_accuracy', 'max'))."
-            raise CheckpointError(msg)
+            facts = [steps.read_facts(path)["metrics"] for path in paths.values()]
+            names = ", ".join(map(repr, facts[-1] if facts else ())) or "none"
+            way = "the best step needs Checkpointer(directory, best=(name, 'max'))"
+            raise CheckpointError(f"{way}, or 'min'; the last one's names are {names}.")
         (name, mode), values = self.best, dict[int, float]()
         for step, path in paths.items():
             with contextlib.suppress(CheckpointError):  # a damaged one is never best
@@ -318,8 +320,9 @@ class Checkpointer(_checks.WithReflexes):
 
         Args:
             like: A state with the shapes, dtypes and layouts to restore, concrete or
-                abstract (`ml.describe`, `jax.eval_shape`); or a layout map, to get
-                nested dicts of all arrays; or None, to get them on one device.
+                abstract (`ml.describe`, `jax.eval_shape`), or a model, to predict; or
+                a layout map, to get nested dicts of all arrays; or None, to get them
+                on one device.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: Layouts to use instead of those of `like`.
             data: The input iterator to move to its saved position.

@@ -331,9 +331,9 @@ def _named_arrays(state: PyTree, rename: Any) -> list[tuple[ArraySpec, Any]]:
         if not is_array or spec is None or spec.dtype not in _CODES:
             what = f"dtype {value.dtype}" if is_array else _checks.shown(value)
             msg = (
-                f"{path}: safetensors files cannot hold {what}. Save the parameters "
-                "alone, as state.params or nnx.state(model, nnx.Param), and of PRNG "
-                "keys jax.random.key_data."
+                f"{path}: safetensors files cannot hold {what}. Save parameters and "
+                "batch statistics alone, as nnx.state(model, (nnx.Param, "
+                "nnx.BatchStat)), and of PRNG keys jax.random.key_data."
             )
             raise CheckpointError(msg)
         arrays.append((replace(spec, path=name), value))

@@ -37,12 +37,18 @@ from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# How many rows of a difference an error shows, among how many names near ones are
-# looked for (difflib is slow), and how many keys a name may have.
-_SHOWN, _COMPARED, _DEEPEST = 40, 100, 200
+# How many rows of a difference an error shows, and among how many names near ones are
+# looked for (difflib is slow).
+_SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
+_MODEL = re.compile("^(params|model_state)/")  # in a TrainState
 
+_OPTIMIZER = (
+    "The optimizer is not the saved one; one with a schedule counts its steps, too. "
+    "To predict only, restore a model: restore(ml.create(build)). To train with a new "
+    "optimizer, write partial='^opt_state/'."
+)
 _ADVICE = (
     "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
     "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
@@ -247,8 +253,6 @@ def nested(items: Iterable[tuple[str, Any]]) -> PyTree:
     for path, value in items:
         *parents, last = path.split("/")
         node: Any = tree
-        if len(parents) > _DEEPEST:  # JAX walks trees by recursion
-            raise CheckpointError(f"{path[:80]!r}... has more than {_DEEPEST} keys.")
         for key in parents:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
@@ -472,6 +476,9 @@ def match(
         else:
             pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
     extra = {name: saved[name] for name in rest.values() if name not in left}
+    if any(map(_MODEL.match, names)) and not any(map(_MODEL.match, paths)):
+        # A model takes its own arrays of a TrainState.
+        extra = {name: spec for name, spec in extra.items() if _MODEL.match(name)}
     # Numbers, as that of the step, are in any state.
     found = [spec for spec in wanted if spec.path in pairs]
     has_dims = [any(x.shape for x in specs) for specs in (found, missing.values())]
@@ -485,13 +492,17 @@ def match(
         path = next((x for x in missing if missing[x].shape), "")
         alike = [x for x in extra if path and extra[x].shape == missing[path].shape]
         advice = _renaming(path, alike, request.separator) + _ADVICE
+        rows = [*missing, *extra, *(x.path for x in (*shapes, *dtypes))]
+        if all(x.startswith("opt_state/") for x in rows):
+            advice = _OPTIMIZER
         msg = f"{source} does not fit the state to restore: {wrong.summary()}.\n"
         msg += f"{wrong.table(_SHOWN)}\n{advice}"
         if not wrong:
             msg = f"{source}: partial={request.partial!r} leaves every array as it is."
         raise RestoreDiffError(msg, diff)
-    if diff:
-        logger.info("%s differs: %s", source, diff)
+    if missing:  # perhaps because a layer has another name now
+        text = f"{diff.summary()}\n{diff.table(_SHOWN)}"
+        logger.warning("%s differs: %s", source, text)
     return pairs, diff
 
 
@@ -508,7 +519,7 @@ def _renaming(path: str, names: Collection[str], separator: str) -> str:
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:
     """Returns paths without what modules or versions of Flax lack, if that is clear."""
-    bare = [re.sub("^(params|model_state)/|/value$", "", path) for path in paths]
+    bare = [re.sub(f"{_MODEL.pattern}|/value$", "", path) for path in paths]
     return bare if len({*bare}) == len(bare) else paths
 
 
