@@ -332,7 +332,7 @@ def optimizer_by_path(
 
     Use this to freeze a part of the model, or to give parts their own learning rates.
     Patterns are searched for in the paths, and the first match wins; every path needs a
-    match. None freezes its parameters and keeps no state for them.
+    match. None freezes its parameters (not batch statistics), and keeps no state.
 
     Examples:
         >>> import jax.numpy as jnp

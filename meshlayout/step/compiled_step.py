@@ -282,7 +282,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             raise
 
     def call(self, args: PyTree, kwargs: PyTree, error: Exception | None) -> Any:
-        """Runs a call that differs from the last one, or failed as if it did not."""
+        """Runs a call that is not like the last one, with all checks."""
         args, kwargs = self._by_place(args, kwargs)
         if _jax.is_tracing():
             return self._traced(None, args, kwargs)

@@ -336,7 +336,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     def prepare(self, state: TrainState[T]) -> TrainState[T]:
         """Returns the state with the arrays that options keep in `state.extra`.
 
-        Calls do this by themselves. To restore: `ck.resume(train_step.prepare(state))`.
+        Calls do this automatically. To restore: `ck.resume(train_step.prepare(state))`.
         """
         return self._plan.update.prepared(state)
 
