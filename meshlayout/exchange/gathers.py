@@ -1,16 +1,18 @@
 """Tokens in shards along the sequence, gathered once for all matrices that read them.
 
-XLA gathers what a matrix in shards multiplies once more for the gradient of each such
-matrix. The jaxpr of a step, with its derivatives, shows what reads the same array: all
-of them then read one that is whole.
+XLA gathers them anew for the gradient of each matrix in shards. The jaxpr of a step
+shows what reads the same array, in both passes: all then read one that is whole.
 """
 
-import math
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import compress
+from typing import Any
 
 import jax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
@@ -18,120 +20,93 @@ from meshlayout._annotations import Equation
 from meshlayout.layout import axes_of
 
 
-_Axes: TypeAlias = list[tuple[str, ...]]  # of each dim
+_SAME_VALUES = ("convert_element_type", "transpose", "slice", "dynamic_slice")
+_SAME_VALUES += ("squeeze", "optimization_barrier", "sharding_constraint")
+_TOKENS = 0  # in place of a dim
 
-_SAME_VALUES = ("convert_element_type", "transpose", "reshape", "squeeze", "slice")
-_SAME_VALUES += ("dynamic_slice", "optimization_barrier", "sharding_constraint")
 
-
-def gather_once(closed: Any, shardings: Sequence[object]) -> Any:
-    """Returns the jaxpr of a step, in which tokens are gathered once.
+def gathering_once(traced: Any, leaves: Sequence[Any], shardings: Sequence[Any]) -> Any:
+    """Returns what runs a traced step with one gather of tokens, or None without any.
 
     Tokens have the leading dims of an activation whose layout yields over a mesh axis,
-    and are multiplied with a parameter whose columns are sharded over this axis.
+    and are multiplied with parameters whose columns are sharded over this axis.
     """
-    yielding = [x for x in _jax.equations(closed.jaxpr) if x.primitive is _jax.yielding]
-    axes: dict[int, _Axes] = {}
-    for var, sharding in zip(closed.jaxpr.invars, shardings, strict=True):
-        if isinstance(sharding, NamedSharding):
-            spec = [*sharding.spec, *[None] * var.aval.ndim]
-            axes[id(var)] = [axes_of(entry) for entry in spec[: var.aval.ndim]]
-    constraints = {x.outvars[0].aval.shape[:-1]: x.params for x in yielding}
-    gathers = _Gathers(constraints, axes, set())
-    return closed.replace(jaxpr=gathers.rewrite(closed.jaxpr)) if yielding else closed
+    jaxpr, is_traced = traced.jaxpr.jaxpr, [isinstance(x, Tracer) for x in leaves]
+    yielding = [x for x in _jax.equations(jaxpr) if x.primitive is _jax.yielding]
+    if not yielding:
+        return None
+    layouts = {x.outvars[0].aval.shape[:-1]: x.params["sharding"] for x in yielding}
+    gathers = _Gathers(yielding[0].params["axis"], layouts, {})
+    for var, layout in zip(jaxpr.invars, compress(shardings, is_traced), strict=True):
+        for dim, entry in enumerate(getattr(layout, "spec", ())):
+            if gathers.axis in axes_of(entry):
+                gathers.dims[id(var)] = dim - var.aval.ndim
+    run = jaxpr_as_fun(traced.jaxpr.replace(jaxpr=gathers.rewrite(jaxpr)))
+    tree = jax.tree.structure(traced.out_info)
+    return lambda: tree.unflatten(run(*compress(leaves, is_traced)))
 
 
 @dataclass(frozen=True)
 class _Gathers:
-    """What is known of variables, by their ids: literals cannot be hashed."""
-
-    constraints: dict[tuple[int, ...], Any]  # by the leading dims of what they shard
-    axes: dict[int, _Axes]  # of parameters, and what has their values
-    tokens: set[int]  # to be gathered
+    axis: str
+    layouts: dict[tuple[int, ...], NamedSharding]  # by leading dims
+    dims: dict[int, int]  # of variables, by id: which one is in shards, -1 is the last
 
     def rewrite(self, jaxpr: Any) -> Any:
         """Returns a jaxpr that gathers tokens before they are first multiplied."""
         eqns: list[Equation] = []
         whole: dict[int, Any] = {}
         for eqn in [*map(self._inspect, jaxpr.eqns)]:
-            if eqn.primitive.name == "dot_general":
-                for x in eqn.invars:
-                    if id(x) in self.tokens and id(x) not in whole:
-                        gather = self._gather(x).replace(source_info=eqn.source_info)
-                        [whole[id(x)]] = gather.outvars
-                        eqns.append(gather)
+            for x in eqn.invars if eqn.primitive.name == "dot_general" else ():
+                layout = self.layouts.get(x.aval.shape[:-1])
+                if layout and self.dims.get(id(x)) == _TOKENS and id(x) not in whole:
+                    gather = jax.make_jaxpr(self._gather(layout))(x.aval).eqns[0]
+                    whole[id(x)] = gather.outvars[0]
+                    eqns.append(gather.replace(invars=[x], source_info=eqn.source_info))
                 eqn = eqn.replace(invars=[whole.get(id(x), x) for x in eqn.invars])
             eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
 
-    def _gather(self, x: Any) -> Equation:
-        constraint = self.constraints[x.aval.shape[:-1]]
-        sharding, axis = constraint["sharding"], constraint["axis"]
-        entries = [
-            tuple(a for a in axes_of(entry) if a != axis) if axes_of(entry) else entry
-            for entry in sharding.spec
-        ]
-
-        @jax.jit
-        def gather(x: jax.Array) -> jax.Array:
-            x = _jax.constrain(x, sharding, yields=axis)  # what it is made of, too
-            return _jax.constrain(x, sharding.update(spec=PartitionSpec(*entries)))
-
-        [eqn] = jax.make_jaxpr(gather)(x.aval).eqns
-        return eqn.replace(invars=[x])
+    def _gather(self, layout: NamedSharding) -> Any:
+        spec = (None if self.axis in axes_of(entry) else entry for entry in layout.spec)
+        whole = layout.update(spec=PartitionSpec(*spec))
+        constrain = functools.partial(_jax.constrain, yields=self.axis)
+        return jax.jit(lambda x: _jax.constrain(constrain(x, layout), whole))
 
     def _inspect(self, eqn: Equation) -> Equation:
         """Learns from an operation, and rewrites jaxprs inside of it."""
-        name = eqn.primitive.name
+        name, operands = eqn.primitive.name, eqn.invars
         if name == "dot_general":
             contracted, batch = eqn.params["dimension_numbers"]
-            for side, x in enumerate(eqn.invars):
-                other, shape = 1 - side, x.aval.shape
-                weights = enumerate(self.axes.get(id(eqn.invars[other]), ()))
-                rows = *contracted[other], *batch[other]
-                columns = {axis for d, axes in weights if d not in rows for axis in axes}
-                constraint = self.constraints.get(shape[:-1], {"axis": None})
-                if len(shape) - 1 in contracted[side] and constraint["axis"] in columns:
-                    self.tokens.add(id(x))
+            for side, (x, other) in enumerate((operands, operands[::-1])):
+                rows = *contracted[1 - side], *batch[1 - side]
+                dim = self.dims.get(id(other), _TOKENS)
+                is_column = dim < 0 and dim + other.aval.ndim not in rows
+                if is_column and x.aval.ndim - 1 in contracted[side]:
+                    self.dims[id(x)] = _TOKENS
         elif name in _SAME_VALUES:
-            for old, new in zip(eqn.invars, eqn.outvars, strict=False):
-                if axes := self.axes.get(id(old)):
-                    self.axes[id(new)] = _moved(eqn, axes, old.aval.shape)
-        elif name != "shard_map" and _jax.inner_jaxprs(eqn):
+            self._follow(operands, eqn.outvars)
+            if name == "transpose" and self.dims.get(id(operands[0])):
+                order, dim = eqn.params["permutation"], self.dims[id(operands[0])]
+                self.dims[id(eqn.outvars[0])] = order.index(dim % len(order)) - len(
+                    order
+                )
+        elif name != "shard_map":
             params = {key: self._inside(eqn, x) for key, x in eqn.params.items()}
             return eqn.replace(params=params)
         return eqn
 
     def _inside(self, eqn: Equation, param: Any) -> Any:
-        if type(param) is tuple:  # of branches
-            return tuple(self._inside(eqn, x) for x in param)
-        if hasattr(param, "jaxpr"):
-            return param.replace(jaxpr=self._inside(eqn, param.jaxpr))
-        if not hasattr(param, "eqns"):
+        jaxpr = getattr(param, "jaxpr", param)
+        if not hasattr(jaxpr, "eqns"):
             return param
-        # Backwards: the first operands are an index, or those of a loop's condition.
-        self._copy(eqn.invars[::-1], param.invars[::-1])
-        jaxpr = self.rewrite(param)
-        self._copy(jaxpr.outvars, eqn.outvars)
-        return jaxpr
+        # From the last: the first operands of a loop may be those of its condition.
+        self._follow(eqn.invars[::-1], jaxpr.invars[::-1])
+        new = self.rewrite(jaxpr)
+        self._follow(new.outvars, eqn.outvars)
+        return new if param is jaxpr else param.replace(jaxpr=new)
 
-    def _copy(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Takes over what is known; arrays that are scanned have one more dim."""
-        for old, new in zip(sources, targets, strict=False):
-            if id(old) in self.tokens:
-                self.tokens.add(id(new))
-            if axes := self.axes.get(id(old)):
-                axes = [*[()] * (new.aval.ndim - len(axes)), *axes]
-                self.axes[id(new)] = axes[len(axes) - new.aval.ndim :]
-
-
-def _moved(eqn: Equation, axes: _Axes, shape: tuple[int, ...]) -> _Axes:
-    """Returns the axes of the dims of a result that has the values of an array."""
-    new = eqn.outvars[0].aval.shape
-    if "permutation" in eqn.params:
-        return [axes[dim] for dim in eqn.params["permutation"]]
-    if len(new) == len(shape):
-        return axes
-    # Dims that begin where a dim did, counted in elements.
-    begins = {math.prod(shape[:d]): x for d, x in enumerate(axes) if shape[d] > 1}
-    return [begins.get(math.prod(new[:d]), ()) for d in range(len(new))]
+    def _follow(self, olds: Sequence[Any], news: Sequence[Any]) -> None:
+        for old, new in zip(olds, news, strict=False):
+            if id(old) in self.dims:
+                self.dims[id(new)] = self.dims[id(old)]

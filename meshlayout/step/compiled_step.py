@@ -18,7 +18,6 @@ from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, o
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import default_registry
 
@@ -28,7 +27,7 @@ from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
-from meshlayout.exchange.gathers import gather_once
+from meshlayout.exchange.gathers import gathering_once
 from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.metrics import Metrics
@@ -388,12 +387,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if call is not None and self.warns_of_padding and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
             if layouts and now is not None:
-                pairs = zip(leaves, program.layouts, strict=True)
-                known = [(x, layout) for x, layout in pairs if isinstance(x, Tracer)]
-                arrays, shardings = zip(*known, strict=True)
-                run = jaxpr_as_fun(gather_once(jaxpr, shardings))
-                tree = jax.tree.structure(traced.out_info)
-                inner = lambda: tree.unflatten(run(*arrays))
+                inner = gathering_once(traced, leaves, program.layouts) or inner
             # Convolutions and pooling, and their gradients.
             every = _jax.equations(jaxpr.jaxpr)
             if windows := [eqn for eqn in every if "window_strides" in eqn.params]:
