@@ -49,8 +49,8 @@ def gathering_once(traced: Any, leaves: Sequence[Any], shardings: Sequence[Any])
 @dataclass(frozen=True)
 class _Gathers:
     axis: str
-    layouts: dict[tuple[int, ...], NamedSharding]  # by leading dims
-    dims: dict[int, int]  # of variables, by id: which one is in shards, -1 is the last
+    layouts: dict[tuple[int, ...], NamedSharding]  # of residuals, by leading dims
+    dims: dict[int, int]  # in shards, from the last as -1; by the id of a variable
 
     def rewrite(self, jaxpr: Any) -> Any:
         """Returns a jaxpr that gathers tokens before they are first multiplied."""
@@ -86,11 +86,10 @@ class _Gathers:
                     self.dims[id(x)] = _TOKENS
         elif name in _SAME_VALUES:
             self._follow(operands, eqn.outvars)
-            if name == "transpose" and self.dims.get(id(operands[0])):
-                order, dim = eqn.params["permutation"], self.dims[id(operands[0])]
-                self.dims[id(eqn.outvars[0])] = order.index(dim % len(order)) - len(
-                    order
-                )
+            rank, order = operands[0].aval.ndim, eqn.params.get("permutation", ())
+            dim = self.dims.get(id(operands[0]), _TOKENS) + rank
+            if dim in order:
+                self.dims[id(eqn.outvars[0])] = order.index(dim) - rank
         elif name != "shard_map":
             params = {key: self._inside(eqn, x) for key, x in eqn.params.items()}
             return eqn.replace(params=params)
