@@ -33,28 +33,16 @@ COMPOSE, FSDP = ml.parallel.compose, ml.parallel.fsdp
 
 
 def parameters(config):
-    """Returns a pytree: grouped queries, gated MLPs, and few that a name tells apart."""
-    width, kv_heads = config.features, config.num_heads // 2
-    size = width // config.num_heads
-    shapes = {
-        "q": (width, config.num_heads, size),
-        "k": (width, kv_heads, size),
-        "v": (width, kv_heads, size),
-        "o": (config.num_heads, size, width),
-        "gate": (width, config.mlp_features),
-        "up": (width, config.mlp_features),
-        "down": (config.mlp_features, width),
-    }
-    vocab = {"tokens": (config.vocab_size, width), "out": (width, config.vocab_size)}
-    tree = {**vocab, "blocks": [shapes] * config.num_layers}
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return treedef.unflatten(
-        [
-            jax.random.normal(k, shape) / 16
-            for k, shape in zip(keys, leaves, strict=True)
-        ]
-    )
+    """Returns a pytree: grouped queries and gated MLPs, with names that say nothing."""
+    width, heads, hidden = config.features, config.num_heads, config.mlp_features
+    size, keys = width // heads, iter(range(100))
+    block = {"q": (width, heads, size), "o": (heads, size, width)}
+    block |= dict.fromkeys(("k", "v"), (width, heads // 2, size))
+    block |= dict.fromkeys(("gate", "up"), (width, hidden)) | {"down": (hidden, width)}
+    shapes = {"blocks": [block] * config.num_layers, "out": (width, config.vocab_size)}
+    shapes["tokens"] = config.vocab_size, width
+    init = lambda shape: jax.random.normal(jax.random.key(next(keys)), shape) / 16
+    return jax.tree.map(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def logits_of(params, tokens):
