@@ -27,6 +27,7 @@ from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
+from meshlayout.exchange.gathers import gathering_once
 from meshlayout.exchange.halos import run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.metrics import Metrics
@@ -373,7 +374,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             num_steps = int(call is not None and program.is_shared)
             counts.steps -= num_steps
             try:
-                jaxpr = self._inner.trace(*args, **kwargs).jaxpr
+                traced = self._inner.trace(*args, **kwargs)
+                jaxpr = traced.jaxpr
                 if call is not None and program.has_peers:
                     constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
                     named = {f"constant {i}": x for i, x in enumerate(constants)}
@@ -384,6 +386,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             if call is not None and self.warns_of_padding and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
+            if layouts and now is not None:
+                inner = gathering_once(traced, leaves, program.layouts) or inner
             # Convolutions and pooling, and their gradients.
             every = _jax.equations(jaxpr.jaxpr)
             if windows := [eqn for eqn in every if "window_strides" in eqn.params]:

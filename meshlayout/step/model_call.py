@@ -29,7 +29,6 @@ from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StateError, StepError, stack_level
-from meshlayout.layout_map import Rule, active_map, constrain
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
 from meshlayout.state.creation import is_array
@@ -321,35 +320,6 @@ def _handled(
     for interceptor in reversed(interceptors):
         proceed = interceptor(ModuleCall(path, module, proceed))
     return proceed
-
-
-def gathering(params: PyTree) -> list[Interceptor]:
-    """Returns what gathers tokens once for all layers that read the same ones.
-
-    Residuals may be sharded along the sequence over an axis that shards the columns of
-    kernels: libtpu would gather them again for the gradient of each of these.
-    """
-    layouts = active_map()
-    rules = layouts.values() if layouts else ()
-    axes = {x.yields for x in rules if isinstance(x, Rule)} - {None}
-    if layouts is None or not axes:
-        return []
-    [axis] = axes
-    size, leaves = layouts.mesh.axis_size(axis or ()), _paths.flatten(params).leaves
-    kernels = [x for x in leaves if x.path.endswith("/kernel")]
-    found = [layouts.match(x.path, x.value.shape, x.value.dtype) for x in kernels]
-    specs = {x.path: jax.tree.leaves(x.layout.specs[1:]) for x in found if x}
-
-    def intercept(call: ModuleCall) -> Callable[..., Any]:
-        def gathered(*args: Any, **kwargs: Any) -> Any:
-            if args and jnp.ndim(args[0]) == 3 and jnp.shape(args[0])[1] % size == 0:
-                args = constrain(constrain(args[0], "residual"), "inputs"), *args[1:]
-            return call.proceed(*args, **kwargs)
-
-        is_cut = axis in specs.get(f"{call.path}/kernel", ())
-        return gathered if is_cut else call.proceed
-
-    return [intercept]
 
 
 def weight_mask(weights: jax.Array) -> Interceptor:

@@ -56,7 +56,6 @@ class Loss:
     metrics: Metrics  # the user's, empty
     remat: Remat = "none"
     train: bool = False
-    has_layouts: bool = False  # that constraints follow
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
@@ -101,8 +100,6 @@ class Loss:
             interceptors.append(model_call.rematting(self.remat, state.params))
         if weights is not None and self.train:
             interceptors.append(model_call.weight_mask(weights))
-        if self.has_layouts:
-            interceptors += model_call.gathering(state.params)
         names = inspect.signature(self.loss_fn).parameters
 
         def function(model: Any) -> Any:

@@ -141,7 +141,6 @@ def make_train_step(
     loss = objective.make_loss("make_train_step", *options, train=True)
     has_loss_scale = loss.policy.compute == jnp.float16
     may_skip = has_loss_scale or on_nonfinite == "skip"
-    loss = replace(loss, has_layouts=bool(layouts))
     update = Update(clip_norm, may_skip, ema, has_loss_scale)
     plan = Plan(loss, update, accumulate, steps_per_call)
     return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
