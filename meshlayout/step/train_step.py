@@ -180,10 +180,8 @@ class StateStep(StepInspection, Generic[R]):
 
     __name__: str
     _trains = False
-    # Runs calls like the last one, from empty metrics; weights may have to be checked.
-    _again: Callable[..., Any] | None = None
-    _start: Metrics | None = None
-    _has_host_weights = False
+    # What runs calls like the last one, its empty metrics, and whether it had weights.
+    _last: tuple[Callable[..., Any], Metrics | None, bool] | None = None
 
     def __init__(
         self,
@@ -203,7 +201,7 @@ class StateStep(StepInspection, Generic[R]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
-        return {**vars(self), "_compiled": {}, "_starts": {}, "_again": None}
+        return {**vars(self), "_compiled": {}, "_starts": {}, "_last": None}
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -214,12 +212,12 @@ class StateStep(StepInspection, Generic[R]):
         """
         error = None
         try:  # to look all up again would take Python longer than a small step
-            if self._again is not None and not _jax.is_tracing():
-                if self._has_host_weights or marked_weights.data:
+            if self._last is not None and not _jax.is_tracing():
+                again, start, has_weights = self._last
+                if has_weights or marked_weights.data:
                     check_batch(batch, self.weights)
                 part = state if self._trains else _parts[state]
-                start = self._start if metrics is None else metrics
-                return self._again(part, batch, start)
+                return again(part, batch, start if metrics is None else metrics)
         except (compiled_step.OtherProgramError, KeyError):
             pass
         except Exception as problem:
@@ -235,9 +233,10 @@ class StateStep(StepInspection, Generic[R]):
         compiled, placed, start = self._call_of(*args)
         result = compiled.call(placed, {}, error) if error else compiled(*placed)
         if not _jax.is_tracing():
-            self._again = compiled.again if placed[1] is args[1] else None
-            self._start = start
-            self._has_host_weights = isinstance(self._weights(args[1]), np.ndarray)
+            self._last = None
+            if compiled.again and placed[1] is args[1]:
+                has_weights = self._weights(args[1]) is not None
+                self._last = compiled.again, start, has_weights
         return result
 
     def without_layouts(self) -> Self:
