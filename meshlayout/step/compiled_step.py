@@ -175,9 +175,7 @@ class _StepProgram:
                 if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     _num_in_flight = 0
                     # One array will do: a program's results are ready together.
-                    one = result[0].step if is_loop else result
-                    for leaf in flatten(one)[0][:1]:
-                        leaf.block_until_ready()
+                    jax.block_until_ready(flatten(result)[0][:1])
             return result
 
         return again

@@ -309,7 +309,7 @@ class StateStep(StepInspection, Generic[R]):
         check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = replace(state, opt_state=(), extra={})
-        return _parts[state], _placed(state, batch)
+        return _parts[state], sharded(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         """Returns what needs a compiled function of its own."""
@@ -345,10 +345,10 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         for part in batch if is_list else [batch]:
             check_batch(part, self.weights)
         if is_list:
-            batch = [_placed(state, part) for part in batch]
+            batch = [sharded(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
-        return state, _placed(state, batch, self._row_dim)
+        return state, sharded(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
@@ -396,10 +396,3 @@ def check_state(where: str, state: object) -> None:
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
         raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
-
-
-def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Returns a batch as its owner has placed it, or sharded over the batch axes."""
-    leaves = jax.tree.leaves(batch)
-    is_placed = any(isinstance(x, Tracer) or compiled_step.layout_of(x) for x in leaves)
-    return batch if is_placed else sharded(state, batch, dim)
