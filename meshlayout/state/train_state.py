@@ -273,13 +273,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if model is not None:
             model_state, what = self.model_state_of(model), "the model's state"
             _check_like(what, model_state, "state.model_state", self.model_state)
-        return dataclasses.replace(
-            self,
-            params=optax.apply_updates(self.params, updates),
-            opt_state=opt_state,
-            model_state=model_state,
-            step=self.step + 1,
-        )
+        params = optax.apply_updates(self.params, updates)
+        new = dataclasses.replace(self, params=params, opt_state=opt_state)
+        return dataclasses.replace(new, model_state=model_state, step=self.step + 1)
 
     @property
     def layouts(self) -> "TrainState[Any]":
@@ -294,9 +290,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             boxed = code.boxed.unflatten(jax.tree.leaves(self.params))
             parts = {"params": boxed}, self.model_state
         else:
-            with creation.eager_sharding_off():
-                model = nnx.merge(code.graphdef, self.params, self.model_state)
-            parts = nnx.state(model, nnx.Param, ...)
+            parts = nnx.state(self.model, nnx.Param, ...)
         params, rest = map(layouts.resolve, parts)
         # A rule for `kernel` means the parameter wherever it is used, so parameters are
         # resolved without the prefix of their field. Slots have it: a rule can then
@@ -304,15 +298,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         with_slots = {"opt_state": self.opt_state, "extra": self.extra}
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
-        tree = dataclasses.replace(
-            self,
-            **slots.layouts,
-            **own.layouts,
-            params=_like(self.params, params.layouts),
-            model_state=_like(self.model_state, rest.layouts),
-        )
-        parts = (params, slots, rest, own)
-        return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
+        fields = {**slots.layouts, **own.layouts}
+        fields["params"] = _like(self.params, params.layouts)
+        fields["model_state"] = _like(self.model_state, rest.layouts)
+        every = [r for x in (params, slots, rest, own) for r in x.resolutions]
+        return Resolved(dataclasses.replace(self, **fields), tuple(every))
 
     def __repr__(self) -> str:
         rows = []
@@ -360,26 +350,24 @@ def optimizer_by_path(
 
     # Labeled by index: labels become keys in the optimizer's state, where the `/` of a
     # pattern would separate the keys of a path.
-    def label(path: str) -> str:
-        for index, pattern in enumerate(patterns):
-            if pattern.search(path):
-                return str(index)
-        msg = f"no pattern of the optimizer matches the parameter {path!r}."
-        hint = 'Add a last one for the rest: "": optax.adam(1e-3), or "": None.'
-        raise StateError(f"{msg} {hint}")
-
     def labels(params: PyTree) -> PyTree:
-        flat = _paths.flatten(params)
-        return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
+        flat, found = _paths.flatten(params), list[str]()
+        for path, *_ in flat.leaves:
+            matches = [str(i) for i, x in enumerate(patterns) if x.search(path)]
+            if not matches:
+                msg = f"no pattern of the optimizer matches the parameter {path!r}."
+                hint = 'Add a last one for the rest: "": optax.adam(1e-3), or "": None.'
+                raise StateError(f"{msg} {hint}")
+            found.append(matches[0])
+        return flat.unflatten(found)
 
-    parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, tx in enumerate(txs)
-    }
-    tx = optax.multi_transform(parts, labels)
+    zero = optax.set_to_zero()
+    every: dict[Hashable, Any] = {str(i): tx or zero for i, tx in enumerate(txs)}
+    tx = optax.multi_transform(every, labels)
 
     def init(params: PyTree) -> Any:
         paths = [leaf.path for leaf in _paths.flatten(params).leaves]
-        is_frozen = all(txs[int(label(path))] is None for path in paths)
+        is_frozen = all(txs[int(x)] is None for x in jax.tree.leaves(labels(params)))
         for text, pattern in zip(optimizers, patterns, strict=True):
             if not any(map(pattern.search, paths)):
                 near = ", ".join(nearest_paths(text, paths)) or "none"

@@ -29,21 +29,10 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
-from meshlayout.step import compiled_step, objective
+from meshlayout.step import compiled_step, model_call, objective, update
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
-from meshlayout.step.model_call import Precision, Remat
-from meshlayout.step.objective import check_batch
 from meshlayout.step.placement import check_divided, sharded, stacked
-from meshlayout.step.update import (
-    Microbatches,
-    OnNonfinite,
-    Update,
-    gradients_of,
-    in_device_memory,
-    row_sharding,
-    select,
-)
 
 
 R = TypeVar("R")
@@ -65,10 +54,10 @@ def make_train_step(
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
     clip_norm: float | None = None,
-    on_nonfinite: OnNonfinite = "ignore",
+    on_nonfinite: update.OnNonfinite = "ignore",
     ema: float | None = None,
-    precision: Precision = "float32",
-    remat: Remat = "none",
+    precision: model_call.Precision = "float32",
+    remat: model_call.Remat = "none",
     steps_per_call: int = 1,
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
@@ -133,7 +122,7 @@ def make_train_step(
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
         clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
-    _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
+    _checks.choice("on_nonfinite", on_nonfinite, get_args(update.OnNonfinite), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
@@ -142,8 +131,8 @@ def make_train_step(
     has_loss_scale = loss.policy.compute == jnp.float16
     may_skip = has_loss_scale or on_nonfinite == "skip"
     loss = replace(loss, has_layouts=bool(layouts))
-    update = Update(clip_norm, may_skip, ema, has_loss_scale)
-    plan = Plan(loss, update, accumulate, steps_per_call)
+    rule = update.Update(clip_norm, may_skip, ema, has_loss_scale)
+    plan = Plan(loss, rule, accumulate, steps_per_call)
     return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 
 
@@ -152,26 +141,26 @@ class Plan:
     """What a train step does: the options of `make_train_step`, checked."""
 
     loss: objective.Loss
-    update: Update
+    update: update.Update
     accumulate: int
     steps_per_call: int
 
 
 def _one_step(
-    plan: Plan, microbatches: Microbatches, state: TrainState, batch: Batch
+    plan: Plan, microbatches: update.Microbatches, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     """Returns the next state and the metrics of one global batch, inside jit."""
-    loss, update = plan.loss, plan.update
+    loss = plan.loss
     key = jax.random.fold_in(state.rng, state.step)
-    scale = update.scale(state)
-    gradients = gradients_of(loss, state, batch, key, scale, microbatches)
-    new, notes = update.apply(state, gradients)
+    scale = plan.update.scale(state)
+    gradients = update.gradients_of(loss, state, batch, key, scale, microbatches)
+    new, notes = plan.update.apply(state, gradients)
     measured = gradients.measured
     weight = loss.total_weight(batch)
     if "skipped" in notes:  # a step that was skipped is not measured either
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)
-        measured = select(is_done, measured, loss.metrics)
+        measured = update.select(is_done, measured, loss.metrics)
     return new, objective.metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
@@ -215,7 +204,7 @@ class StateStep(StepInspection, Generic[R]):
             if self._last is not None and not _jax.is_tracing():
                 again, start, has_weights = self._last
                 if has_weights or marked_weights.data:
-                    check_batch(batch, self.weights)
+                    objective.check_batch(batch, self.weights)
                 part = state if self._trains else _parts[state]
                 return again(part, batch, start if metrics is None else metrics)
         except (compiled_step.OtherProgramError, KeyError):
@@ -291,7 +280,7 @@ class StateStep(StepInspection, Generic[R]):
     ) -> Metrics | None:
         """Traces the step on a new mesh, and returns its empty metrics there."""
         traced = compiled.trace(state, batch, None)
-        rows = row_sharding(batch, self._row_dim)
+        rows = update.row_sharding(batch, self._row_dim)
         if rows is None or rows.is_fully_replicated:
             check_divided(state, batch, traced, self._row_dim)
         if self.weights is None:
@@ -306,7 +295,7 @@ class StateStep(StepInspection, Generic[R]):
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Returns the state and the batch as the compiled function takes them."""
-        check_batch(batch, self.weights)
+        objective.check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = replace(state, opt_state=(), extra={})
         return _parts[state], sharded(state, batch)
@@ -343,7 +332,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         state = self.prepare(state)
         is_list = self._row_dim and isinstance(batch, list)
         for part in batch if is_list else [batch]:
-            check_batch(part, self.weights)
+            objective.check_batch(part, self.weights)
         if is_list:
             batch = [sharded(state, part) for part in batch]
         if self._row_dim:
@@ -353,11 +342,11 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
         if count == 1:
-            return mesh, Microbatches(1)
-        rows = row_sharding(batch, self._row_dim)
+            return mesh, update.Microbatches(1)
+        rows = update.row_sharding(batch, self._row_dim)
         trees = map(jax.tree.leaves, (state.params, state.opt_state))
         shardings = (tuple(map(_jax.sharding_of, leaves)) for leaves in trees)
-        return mesh, Microbatches(count, rows, *shardings)
+        return mesh, update.Microbatches(count, rows, *shardings)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
@@ -371,7 +360,9 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         def train_steps(
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> tuple[TrainState, Metrics]:
-            state = in_device_memory(state)  # a loop wants it in one memory throughout
+            state = update.in_device_memory(
+                state
+            )  # a loop wants it in one memory throughout
             if metrics is None:  # to be traced, for the shapes of its metrics
                 return train_step(state, jax.tree.map(lambda x: x[0], batch), None)
 

@@ -295,14 +295,8 @@ class Update:
         if self.ema is not None:
             latest = jax.tree.map(lambda x, a: x.astype(a.dtype), params, extra[EMA])
             extra[EMA] = optax.incremental_update(latest, extra[EMA], 1 - self.ema)
-        new = replace(
-            state,
-            params=params,
-            opt_state=opt_state,
-            model_state=gradients.model_state,
-            step=state.step + 1,
-            extra=extra,
-        )
+        new = replace(state, params=params, opt_state=opt_state, extra=extra)
+        new = replace(new, model_state=gradients.model_state, step=state.step + 1)
         if self.may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._kept(is_finite, state, new)
