@@ -9,17 +9,16 @@ import contextlib
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -129,7 +128,7 @@ class _StepProgram:
         end the process for an array that was used up or is donated twice. In a loop,
         all that it cannot tell by `in_shardings` is whether a state was used up.
         """
-        jitted, flatten, ref = self.jitted, default_registry.flatten, weakref.ref
+        jitted, flatten = self.jitted, jax.tree_util.default_registry.flatten
         if not self.is_spread:  # where JAX itself refuses them
             return jitted
         leaves = flatten((args, kwargs))[0]
@@ -307,12 +306,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._donates:
             layouts, _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (layouts[0], None)}
-            is_loop = type(args[0]) is TrainState and program.is_spread
-            if is_loop and all(isinstance(x, NamedSharding) for x in program.layouts):
-                # JAX takes none of arguments by name, or that are static.
-                program.is_loop = not (kwargs or self.static_argnames)
-            if program.is_loop:
-                options["in_shardings"] = layouts
+            # JAX takes none of arguments by name, or that are static.
+            is_plain = not (kwargs or self.static_argnames)
+            is_placed = all(isinstance(x, NamedSharding) for x in program.layouts)
+            if type(args[0]) is TrainState and is_plain and is_placed:
+                program.is_loop, options["in_shardings"] = True, layouts
         program.jitted = jax.jit(traced, **options)
         if self.executable:
             program.jitted = self.executable(program, self.static_argnames)

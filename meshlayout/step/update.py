@@ -11,7 +11,6 @@ run by hand in shard_map were tried: losses in which examples meet depend on the
 """
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
+from meshlayout.layout import Layout
 from meshlayout.layout_map.optimizer_slots import find_slots
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -137,11 +137,8 @@ def _scanned(
     microbatches: Microbatches,
 ) -> Any:
     """Returns what `backward` does, added up over microbatches; no row moves."""
-    shards, num_rows = 1, num_examples(batch)
-    if microbatches.rows is not None:
-        (entry,) = microbatches.rows.spec
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(microbatches.rows.mesh.shape[axis] for axis in axes)
+    num_rows, sharding = num_examples(batch), microbatches.rows
+    shards = 1 if sharding is None else Layout.of(sharding, 1).num_shards(0)
     if num_rows % (microbatches.count * shards):
         raise StepError(
             f"a global batch of {num_rows} examples does not divide into "
