@@ -256,14 +256,16 @@ class StateStep(StepInspection, Generic[R]):
             raise StepError(f"{msg} {_checks.shown(metrics)}. {hint}")
         if _jax.is_tracing():  # where JAX would speak of any of its arrays
             state._refuse_used_up()
+        parts = batch if self._row_dim and isinstance(batch, list) else [batch]
+        for part in parts:
+            objective.check_batch(part, self.weights)
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
             compiled.executable = self.executable
-            first = batch[0] if isinstance(batch, list) and batch else batch
-            weights = self._weights(first)
+            weights = self._weights(parts[0])
             if isinstance(weights, np.ndarray) and self._function not in _told:
                 _told.add(self._function)
                 _log.warning("examples are weighted by %r of each batch.", self.weights)
@@ -290,12 +292,11 @@ class StateStep(StepInspection, Generic[R]):
         sharding: Any = _jax.sharding_of(state.step)
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
-        empty, is_nested = measured.empty(), sharding is None  # inside another jit
-        return jax.tree.map(lambda x: x if is_nested else _jax.put(x, sharding), empty)
+        # Inside another jit, there is no sharding yet.
+        return jax.tree.map(lambda x: _jax.put(x, sharding), measured.empty())
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Returns the state and the batch as the compiled function takes them."""
-        objective.check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = replace(state, opt_state=(), extra={})
         return _parts[state], sharded(state, batch)
@@ -330,10 +331,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self.prepare(state)
-        is_list = self._row_dim and isinstance(batch, list)
-        for part in batch if is_list else [batch]:
-            objective.check_batch(part, self.weights)
-        if is_list:
+        if self._row_dim and isinstance(batch, list):
             batch = [sharded(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
@@ -360,9 +358,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         def train_steps(
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> tuple[TrainState, Metrics]:
-            state = update.in_device_memory(
-                state
-            )  # a loop wants it in one memory throughout
+            state = update.in_device_memory(state)  # a loop wants one memory throughout
             if metrics is None:  # to be traced, for the shapes of its metrics
                 return train_step(state, jax.tree.map(lambda x: x[0], batch), None)
 
