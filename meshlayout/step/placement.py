@@ -18,18 +18,15 @@ from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
-from meshlayout.step.compiled_step import layout_of
 from meshlayout.step.update import row_sharding
 
 
 _log = logging.getLogger("meshlayout")
 
 
-def sharded(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Shards the rows, in a dim, of a batch that nobody has placed, over the mesh."""
+def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
+    """Shards the rows, in a dim, of a host batch over the batch axes of the mesh."""
     leaves, treedef = jax.tree.flatten(batch)
-    if any(isinstance(x, Tracer) or layout_of(x) for x in leaves):
-        return batch
     mesh, with_rows = _mesh_of(state), [x for x in leaves if np.ndim(x) > dim]
     axes = batch_axes(mesh) if mesh else ()
     if not axes or not with_rows:

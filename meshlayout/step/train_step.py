@@ -299,7 +299,7 @@ class StateStep(StepInspection, Generic[R]):
         """Returns the state and the batch as the compiled function takes them."""
         if state not in _parts:
             _parts[state] = replace(state, opt_state=(), extra={})
-        return _parts[state], sharded(state, batch)
+        return _parts[state], _placed(state, batch)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         """Returns what needs a compiled function of its own."""
@@ -332,10 +332,10 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self.prepare(state)
         if self._row_dim and isinstance(batch, list):
-            batch = [sharded(state, part) for part in batch]
+            batch = [_placed(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
-        return state, sharded(state, batch, self._row_dim)
+        return state, _placed(state, batch, self._row_dim)
 
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
@@ -383,3 +383,10 @@ def check_state(where: str, state: object) -> None:
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
         raise StepError(f"{msg} ml.TrainState.create({how}), or ml.compile_step(step).")
+
+
+def _placed(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Returns a batch as its owner has placed it, or sharded over the batch axes."""
+    leaves = jax.tree.leaves(batch)
+    is_placed = any(isinstance(x, Tracer) or compiled_step.layout_of(x) for x in leaves)
+    return batch if is_placed else sharded(state, batch, dim)

@@ -79,10 +79,10 @@ def gradients_of(
 ) -> Gradients:
     """Returns the gradients of a global batch, times a scale of the loss, if any."""
     params, before, weights = state.params, state.model_state, loss.weights_of(batch)
-    for path, x, _ in _paths.flatten(params).leaves:
-        if not _is_float(x):
-            msg = f"parameter {path} is not a float: make it an nnx.Variable."
-            raise StepError(msg)
+    if not all(map(_is_float, jax.tree.leaves(params))):
+        leaves = _paths.flatten(params).leaves
+        path = next(leaf.path for leaf in leaves if not _is_float(leaf.value))
+        raise StepError(f"parameter {path} is not a float: make it an nnx.Variable.")
     # The sum of the weights takes the devices a round of communication. The gradients
     # need not wait for it if they are divided by the number of losses, and corrected.
     provisional, denominator = loss.denominators(batch)
