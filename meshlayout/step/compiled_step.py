@@ -306,8 +306,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._donates:
             layouts, _ = treedef.unflatten(program.layouts)
             options |= {"donate_argnums": 0, "out_shardings": (layouts[0], None)}
-            # JAX takes none of arguments by name, or that are static.
-            is_plain = not (kwargs or self.static_argnames)
+            # JAX takes none for arguments by name, or that are static; and from one
+            # device it would move all to another.
+            is_plain = program.is_spread and not (kwargs or self.static_argnames)
             is_placed = all(isinstance(x, NamedSharding) for x in program.layouts)
             if type(args[0]) is TrainState and is_plain and is_placed:
                 program.is_loop, options["in_shardings"] = True, layouts

@@ -56,23 +56,22 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     shapes, num_params = list(map(np.shape, leaves)), len(names)
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
-    unknown = [i for i in traced if shardings[i] is None]
-    waiting = set(unknown)
+    unknown = {i for i in traced if shardings[i] is None}
+    waiting = {*unknown}
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
         for x in _jax.equations(jaxpr)
         if x.primitive.name == "sharding_constraint"
     ]
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
-    known = fixed, kernels, dict(zip(shapes, names, strict=False))
+    paths = dict(zip(shapes, names, strict=False))
 
     def find() -> _Axes:
-        meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-        if not meshes:
-            return _Axes()
+        meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+        sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
         arrays = list(map(_array, shapes, shardings))
         parts = arrays[:num_params], arrays[num_params:]
-        step = _Step(*parts, *known, meshes[0].shape, is_late=bool(unknown))
+        step = _Step(*parts, fixed, kernels, paths, sizes, is_late=bool(unknown))
         return _Axes().union(*(_hidden(window, step) for window in windows))
 
     def tell(index: int, sharding: object) -> None:
