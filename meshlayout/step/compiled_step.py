@@ -125,8 +125,9 @@ class _StepProgram:
         """Returns what runs calls like one with these arguments, and refuses others.
 
         JAX would silently recompile for other layouts, or (0.10, on several devices)
-        end the process for an array that was used up or is donated twice. In a loop,
-        all that it cannot tell by `in_shardings` is whether a state was used up.
+        end the process for an array that was used up or is donated twice. A loop gives
+        it `in_shardings`, by which all that it does not tell is whether the state was
+        used up, and whether the batch, of which one array is looked at, is elsewhere.
         """
         jitted, flatten = self.jitted, jax.tree_util.default_registry.flatten
         if not self.is_spread:  # where JAX itself refuses them
@@ -138,7 +139,12 @@ class _StepProgram:
         is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
         shardings = [x.sharding for x in compress(leaves, is_compared)]
         is_shared, is_bounded = self.is_shared, self.is_bounded
-        is_loop = self.is_loop and not self.may_share
+        one, key = (*args, None)[1], None  # an array of the batch, and where it is
+        if type(one) in (dict, tuple) and one:
+            key = 0 if type(one) is tuple else next(iter(one))
+            one = one[key]
+        sharding = getattr(one, "sharding", None)
+        is_loop = self.is_loop and sharding is not None and not self.may_share
         # What need not be checked: this call, which was, or the last result.
         last: Any = ref(args[0]) if is_loop else lambda: args[0]
 
@@ -158,8 +164,12 @@ class _StepProgram:
         def again(*args: Any, **kwargs: Any) -> Any:
             global _num_in_flight
             nonlocal last
-            state = args[0]
-            if state is not last() or (is_loop and state.step.is_deleted()):
+            is_next = args[0] is last()
+            if is_next and is_loop:
+                one = args[1] if key is None else args[1][key]
+                is_here = getattr(one, "sharding", None) == sharding
+                is_next = is_here and not args[0].step.is_deleted()
+            if not is_next:
                 check(args, kwargs)
             if is_shared:
                 counts.steps += 1
@@ -174,7 +184,8 @@ class _StepProgram:
                 if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     _num_in_flight = 0
                     # One array will do: a program's results are ready together.
-                    jax.block_until_ready(flatten(result)[0][:1])
+                    for leaf in flatten(result[0].step if is_loop else result)[0][:1]:
+                        leaf.block_until_ready()
             return result
 
         return again
