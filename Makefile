@@ -79,7 +79,6 @@ test-optional:
 	  --no-deps gemma kauldron
 	$(MAKE) --no-print-directory pytest $(OPTIONAL) \
 	  PYTEST_OPTIONS="tests/test_data_heavy.py tests/test_data_adapters.py \
-	  tests/test_data_golden.py tests/test_data_promises.py \
 	  tests/test_metrics.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py tests/test_published_models.py tests/test_ray.py \
 	  tests/test_parameter_server_ray.py tests/test_tf_distribute.py"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -276,6 +277,29 @@ def test_a_damaged_directory_is_an_error_that_names_it(tiny, directory, tmp_path
         tiny(data_dir=tmp_path)
     reason = "tiny-train.array_record-00001-of-00004 is missing"
     assert str(error.value) == unreadable(tmp_path, "train", reason)
+
+
+def test_shuffle_is_a_seed(tiny):
+    with pytest.raises(ml.errors.DataError, match="Write shuffle=0"):
+        tiny(shuffle=True)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashon_mnist", "mnist:9.9.9"])
+def test_a_dataset_that_cannot_be_had_is_said_at_once(
+    mesh, tmp_path, monkeypatch, capfd, name
+):
+    for variable in ("http_proxy", "https_proxy"):  # where nothing answers
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    start = time.monotonic()
+    with pytest.raises(ml.errors.DataError) as error:
+        from_tfds(name, "train", mesh, global_batch_size=8, data_dir=tmp_path)
+    assert time.monotonic() - start < 10
+    for text in ("`make data`", "data_dir=", name.partition(":")[0]):
+        assert text in str(error.value)
+    assert str(error.value).count(". ") == str(error.value).count("\n") == 0
+    assert "fashion_mnist" in str(error.value) or name != "fashon_mnist"
+    assert "Retrying" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(
