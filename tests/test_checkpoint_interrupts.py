@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshlayout.checkpoint import Checkpointer, orbax
+from meshlayout.checkpoint import Checkpointer, Preemption, orbax
 from tests import forked
 
 
@@ -156,3 +156,28 @@ def test_a_failure_that_no_call_raised_is_logged_at_the_end(tmp_path):
         "out. Earlier steps are unchanged; the next save starts anew."
     ]
     assert Checkpointer(run).all_steps() == []
+
+
+@pytest.fixture
+def heard():
+    """The SIGTERMs that came to the handler of whoever called the library."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_and_one_that_nobody_looked_at_do_what_they_did_before(heard):
+    with Preemption() as preemption:
+        assert not preemption.is_due()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.is_due()
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert preemption.is_due()
+    assert heard == [signal.SIGTERM]
+    with Preemption():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    assert heard == [signal.SIGTERM] * 2
