@@ -1,6 +1,5 @@
 """Programs of a strategy: what they are for, how often there is a new one, and sums."""
 
-import collections
 import functools
 import gc
 import types
@@ -9,7 +8,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,38 +32,27 @@ def two():
     return mirrored(2)
 
 
-def ways_to(models):
+def ways_to(*models):
     """Returns functions, each of which has a way of its own to one of the models."""
-    models = iter(models)
-    kept = types.SimpleNamespace(model_1=next(models))
-    attributes = types.SimpleNamespace(model=next(models))
-    values = {0: next(models)}.values()
-    everything = [0.0] * 5000 + [next(models)]
+    kept = types.SimpleNamespace(model_1=models[0])
+    everything = [0.0] * 5000 + [models[1]]
     base = type("Base", (), {})
-    kinds = [type("Sub", (base,), {"model": next(models)})]
-    globals().update(hidden_model=next(models))
-    frozen = flax.core.FrozenDict(model=next(models))
-    user_dict = collections.UserDict(model=next(models))
-    chain_map = collections.ChainMap({"model": next(models)})
-    proxy = types.MappingProxyType({"model": next(models)})
+    kinds = [type("Sub", (base,), {"model": models[2]})]
+    proxy = types.MappingProxyType({"model": models[3]})
+    globals().update(hidden_model=models[4])
     return [
         lambda: getattr(kept, f"model_{1}"),
-        lambda: next(iter(vars(attributes).values())),
-        lambda: next(iter(values)),
         lambda: everything[-1],
         lambda kinds=kinds: base.__subclasses__()[0].model,
+        lambda: next(iter(proxy.values())),
         lambda: globals()["hidden_model"],
-        lambda: frozen["model"],
-        lambda: user_dict["model"],
-        lambda: chain_map["model"],
-        lambda: proxy["model"],
     ]
 
 
 def test_a_model_is_trained_and_evaluated_however_it_is_reached(two):
-    pairs = [made(two, lambda: Scale(2.0)) for _ in range(10)]
+    pairs = [made(two, lambda: Scale(2.0)) for _ in range(5)]
     models, optimizers = zip(*pairs, strict=True)
-    ways = ways_to(models)
+    ways = ways_to(*models)
 
     def step(x):
         for held, optimizer in zip(ways, optimizers, strict=True):
@@ -77,8 +64,8 @@ def test_a_model_is_trained_and_evaluated_however_it_is_reached(two):
     for start in (2.0, 0.0):  # then with other weights, that were set outside
         factor = start - X.mean()
         results = two.run(step, (x,))
-        assert [total(two, result) for result in results] == [factor * X.sum()] * 10
-        assert [float(model.factor[...]) for model in models] == [factor] * 10
+        assert [total(two, result) for result in results] == [factor * X.sum()] * 5
+        assert [float(model.factor[...]) for model in models] == [factor] * 5
         for model in models:
             model.factor[...] = jnp.zeros(())
 
