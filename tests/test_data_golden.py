@@ -42,9 +42,8 @@ def case(function: Callable[[], Iterable[Any]]) -> Callable[[], Iterable[Any]]:
 def digest(trees: Iterable[Any]) -> str:
     """A digest of trees: names, dtypes, shapes and bytes of their leaves."""
     total = hashlib.sha256()
-    for tree in trees:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            array = np.ascontiguousarray(ml.to_numpy(leaf))
+    for tree in ml.to_numpy(list(trees)):
+        for path, array in jax.tree_util.tree_flatten_with_path(tree)[0]:
             total.update(f"{path}{array.dtype}{array.shape}".encode())
             total.update(array.tobytes())
     return total.hexdigest()[:16]
@@ -99,10 +98,7 @@ def remainders() -> Any:
         batch
         for rows in (21, 24, 29)
         for remainder in ("pad", "drop", "repeat")
-        for shuffle in (None, 3)
-        for batch in batches(
-            table(rows), remainder=remainder, shuffle=shuffle, epochs=2
-        )
+        for batch in batches(table(rows), remainder=remainder, shuffle=3, epochs=2)
     ]
 
 
@@ -173,8 +169,12 @@ def rows_mapped_with_a_generator() -> Any:
         )
 
 
-@case
-def arrays_given_to_fit() -> Any:
+@pytest.mark.parametrize("name", CASES)
+def test_batches_of_arrays_and_sources(name):
+    assert digest(CASES[name]()) == expected_on(1)[name]
+
+
+def test_batches_of_arrays_given_to_fit():
     seen = []
 
     class Spy(ml.Trainer):
@@ -192,12 +192,7 @@ def arrays_given_to_fit() -> Any:
     x = np.arange(84, dtype=np.float32).reshape(21, 4) / 84
     trainer = Spy(state, loss_fn, weights=2)
     trainer.fit(x, x.sum(1), batch_size=8, epochs=3, progress=False)
-    return seen
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_batches_of_arrays_sources_and_fit(name):
-    assert digest(CASES[name]()) == expected_on(1)[name]
+    assert digest(seen) == EXPECTED["arrays given to fit"]
 
 
 @pytest.fixture(scope="module")

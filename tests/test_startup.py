@@ -47,7 +47,7 @@ def job(ports):
     here = int(os.environ["JAX_PROCESS_ID"])
     address = [f"127.0.0.1:{port}" for port in ports]
     start, seen = ml.initialize, {}
-    seen["missing"] = attempt(start, address[0], 4, here, timeout_s=2)
+    seen["missing"] = attempt(start, address[0], 4, here, timeout_s=1)
     seen["taken"] = attempt(start, address[1], 2, here, timeout_s=0.5)
     seen["nothing started"] = not jax.distributed.is_initialized()
     seen["start"] = attempt(start, timeout_s=60)
@@ -73,7 +73,7 @@ def test_processes_start_together_as_often_as_they_like_and_failures_are_named()
         both = run_processes(2, job, ports, initialize=False)
     address = f"127.0.0.1:{ports[0]}"
     missing = (
-        f"initialize: processes 2-3 did not come (process 0 waited 2 s at {address}"
+        f"initialize: processes 2-3 did not come (process 0 waited 1 s at {address}"
     )
     for here, seen in enumerate(both):
         assert seen["missing"].startswith(missing)
