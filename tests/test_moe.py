@@ -219,7 +219,8 @@ def trained(kind, config, axes):
     ("kind", "capacity_factor"), [("nnx", 1.0), slow("nnx", None), slow("linen", None)]
 )
 def test_the_model_trains_as_on_one_device(kind, capacity_factor):
-    config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
+    sizes = {"capacity_factor": capacity_factor, "num_layers": 1}
+    config = dataclasses.replace(CONFIG, **sizes)
     state, metrics = trained(kind, config, {"batch": 2, "expert": 4})
     stacks = [leaf for leaf in jax.tree.leaves(state.params) if leaf.ndim == 3]
     layouts = {str(ml.Layout.of(leaf)) for leaf in stacks}

@@ -122,7 +122,7 @@ def whole(kind=DATASET):
     return fit(mesh, kind=kind)[0]
 
 
-SLOW = [*KINDS][2:]
+SLOW = [*KINDS][1:]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize(
-    "options", [{"ema": 0.9}, {"on_nonfinite": "skip"}, {"precision": "float16"}]
+    "options",
+    [
+        {"ema": 0.9},
+        pytest.param({"on_nonfinite": "skip"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "float16"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_loop_of_ones_own_resumes_what_the_step_keeps(options, mesh, tmp_path):
     step = ml.make_train_step(loss_fn, **options)

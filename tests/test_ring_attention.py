@@ -196,8 +196,10 @@ def attention_of(model_kind, attend, mask):
     return jax.jit(functools.partial(layer.apply, mask=mask))(variables, x)
 
 
-@pytest.mark.parametrize("model_kind", ["nnx", "linen"])
-@pytest.mark.parametrize("attend", [RING, HEADS])
+@pytest.mark.parametrize(
+    ("model_kind", "attend"),
+    [("nnx", RING), ("linen", HEADS), slow("linen", RING), slow("nnx", HEADS)],
+)
 def test_it_drops_into_flaxs_attention(model_kind, attend):
     mask = nn.make_causal_mask(jnp.ones((2, 12)))
     default = {"nnx": nnx, "linen": nn}[model_kind].dot_product_attention
@@ -220,8 +222,8 @@ def test_layers_in_a_scan_with_remat_are_equal_to_one_device():
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0]))
 
-    expected = jax.value_and_grad(loss)(weights, inputs[0], RING)
     step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    expected = step(weights, inputs[0], RING)
     with jax.set_mesh(ml.create_mesh({"batch": 2, "seq": 4}).jax_mesh):
         assert_close(step(weights, inputs[0], RING), expected)
 
@@ -284,7 +286,7 @@ def lowered(attend, mesh, length, *, heads=2, dtype="float32", gradient=True, **
 @pytest.mark.parametrize(("attend", "slack"), [(RING, 1), slow(HEADS, 1.01)])
 def test_memory_falls_with_the_number_of_devices(attend, slack):
     peaks = {}
-    for size in (1, 2, 4, 8):
+    for size in (1, 2, 8):
         mesh = ml.create_mesh({"batch": 1, "seq": size}, devices=jax.devices()[:size])
         program = lowered(attend, mesh, 512, heads=8, causal=True).compile()
         sizes = program.memory_analysis()

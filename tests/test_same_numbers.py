@@ -370,16 +370,17 @@ def scalar(model, batch):
 
 KINDS = Parent, Block, Inherited, Dropped, nnx.BatchNorm
 FLOATS = ml.PrecisionPolicy("float32", "float32")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
     (squares, True, {"accumulate": 2, "precision": FLOATS}),
     (contrastive, False, {"accumulate": 2}),
-    (mixup, False, {"accumulate": 2}),
-    (own_batch_norm, False, {"accumulate": 4}),
-    (rolled, False, {"accumulate": 4}),
+    slow(mixup, False, {"accumulate": 2}),
+    slow(own_batch_norm, False, {"accumulate": 4}),
+    slow(rolled, False, {"accumulate": 4}),
     (scalar, False, {"accumulate": 4}),
     (dropped, True, {"accumulate": 2, "remat": "blocks"}),
-    (dropped, False, {"remat": jax.checkpoint_policies.dots_saveable}),
+    slow(dropped, False, {"remat": jax.checkpoint_policies.dots_saveable}),
     *(
         itertools.product(
             (squares, contrastive, mixup, dropped),

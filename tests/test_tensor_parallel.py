@@ -572,7 +572,7 @@ def test_gradients_are_those_of_one_device(mesh_2x4, name):
 # Scale.
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned):
     build, forward = pytrees.llama(
         8192, 64, 8, 80, 32000, 28672, head=128, scanned=scanned

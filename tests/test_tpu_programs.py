@@ -153,7 +153,7 @@ def whole_bytes(collective):
 @pytest.mark.parametrize(
     ("name", "layouts", "axes"),
     [
-        ("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
+        slow("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
         slow("resnet", "FSDP", EIGHT),
         ("transformer", "FSDP", EIGHT),
         slow("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO),
@@ -240,9 +240,9 @@ def test_an_fsdp_transformer_gathers_each_matrix_and_scatters_its_gradient(tpu):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mlp", {}),
+        slow("mlp", {}),
         ("mlp", {"accumulate": 4, "has_weights": True}),
-        ("mlp", {"accumulate": 4, "precision": "bfloat16"}),
+        slow("mlp", {"accumulate": 4, "precision": "bfloat16"}),
         slow("transformer", {"accumulate": 4}),
         slow("convnet", {"accumulate": 4, "has_weights": True}),
     ],
