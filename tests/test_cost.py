@@ -11,11 +11,6 @@ import meshlayout as ml
 from meshlayout.hlo import read_cost
 
 
-@pytest.fixture
-def mesh():
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 def cost_of(function, *arguments):
     return read_cost(jax.jit(function).trace(*arguments))
 

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from meshlayout.distribute import MirroredStrategy, get_replica_context
+from meshlayout.distribute import get_replica_context
 from meshlayout.errors import MetricError
 from models.convnet import ConvNet
 from models.custom_training import (
@@ -29,14 +29,11 @@ from models.custom_training import (
 from models.data import Split
 from models.mlp import MLP
 from tests.processes import ROOT
+from tests.replicas import mirrored
 
 
 SIZE = 16  # rows of a batch; 37 images make a last one of 5, which does not divide
 NUM_IMAGES = 37
-
-
-def mirrored(replicas):
-    return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
 def small():

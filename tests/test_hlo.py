@@ -22,11 +22,6 @@ AXES = [("batch",), ("model",), ("batch", "model")]
 SIZES = {"batch": 2, "model": 4}
 
 
-@pytest.fixture
-def mesh():
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 message = functools.partial(message_of, error=CommunicationError)
 
 

@@ -13,11 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import meshlayout as ml
 
 
-@pytest.fixture
-def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 

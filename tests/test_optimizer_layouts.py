@@ -49,11 +49,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture
-def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_slot_has_its_parameters_layout(name, mesh):
     layouts = ml.LayoutMap(mesh, RULES)
