@@ -288,7 +288,14 @@ def test_zeros_ones_and_full_are_those_of_jax(layout, dtype):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [*zip(CREATED, itertools.cycle(["float32", "bfloat16"]), strict=False)],
+    [
+        *[(CREATED[0], "float32"), (CREATED[2], "bfloat16"), (ON_HOST, "float32")],
+        *(
+            pytest.param(layout, dtype, marks=pytest.mark.slow)
+            for layout in CREATED
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
 )
 def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
     key = jax.random.key(7)

@@ -204,7 +204,9 @@ def initializers():
 # Alike, so that what they have in common compiles once.
 ODD = [
     ("2x4", (3, 24, 7), (None, ("batch", "model"), None), "float32"),
-    ("3", (5, 11, 33), (None, None, "model"), "bfloat16"),
+    pytest.param(
+        *("3", (5, 11, 33), (None, None, "model"), "bfloat16"), marks=pytest.mark.slow
+    ),
 ]
 
 
