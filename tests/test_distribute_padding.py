@@ -109,7 +109,10 @@ class RootMeanSquare(nnx.Metric):
 
 @pytest.mark.parametrize(
     ("make", "last"),
-    [(nnx.metrics.Average, 3), (nnx.metrics.Welford, 3), (RootMeanSquare, 4)],
+    [
+        *[(nnx.metrics.Average, 3), (RootMeanSquare, 4)],
+        pytest.param(nnx.metrics.Welford, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
     two = mirrored(2)

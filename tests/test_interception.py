@@ -138,7 +138,7 @@ class LinenNorms(nn.Module):
     ("kind", "options"),
     [
         ("nnx", {"accumulate": 2, "remat": "full"}),
-        ("nnx", {"precision": "bfloat16"}),
+        pytest.param("nnx", {"precision": "bfloat16"}, marks=pytest.mark.slow),
         ("linen", {"precision": "bfloat16"}),
     ],
 )

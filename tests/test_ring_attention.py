@@ -97,8 +97,8 @@ CAUSAL, OPEN = {"causal": True}, {"causal": False}
     ("attend", "size", "shape", "options"),
     [
         slow(RING, 2, (32, 4, 4), CAUSAL),
-        (RING, 4, (37, 4, 2), {**CAUSAL, **SEGMENTS, "scale": 0.5}),
-        (RING, 8, (37, 4, 1), {**OPEN, **SEGMENTS, "softcap": 2.0}),
+        (RING, 4, (37, 4, 2), {**CAUSAL, **SEGMENTS, "scale": 0.5, "softcap": 2.0}),
+        slow(RING, 8, (37, 4, 1), {**OPEN, **SEGMENTS}),
         (RING, 8, (9, 4, 2), {**CAUSAL, "window": 1}),
         slow(RING, 4, (48, 4, 2), {**OPEN, "window": (3, 13), "softcap": 2.0}),
         slow(RING, 4, (29, 4, 2, 41), OPEN),

@@ -83,7 +83,11 @@ def adapted():
 
 
 # Whole models, of most layers that Flax has, are in test_create.
-@pytest.mark.parametrize("build", [nested, mixed, configured, vmapped, adapted])
+@pytest.mark.parametrize(
+    "build",
+    [nested, mixed, vmapped]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in (configured, adapted)],
+)
 def test_models_are_born_as_the_map_says_with_the_same_bits(build):
     layouts, expected = kernels(), build()
     with ml.scope(layouts):

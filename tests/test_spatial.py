@@ -268,10 +268,13 @@ class Strided(nnx.Module):
         ({"height": 4, "model": 2}, {"remat": "full"}),
         pytest.param(
             *({"batch": 2, "height": 4}, {"accumulate": 2}),
-            marks=pytest.mark.skipif(
-                not hasattr(jax, "reshard"),
-                reason="jax 0.7 cannot read the layouts of results of such a program",
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    not hasattr(jax, "reshard"),
+                    reason="jax 0.7 cannot read the layouts of results of such a program",
+                ),
+            ],
         ),
     ],
 )
