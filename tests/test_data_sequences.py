@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import data
-from models.text import ByteTokenizer, python_topics
+from models.text import ByteTokenizer
 from models.transformer import Transformer, TransformerConfig
 
 
@@ -321,23 +321,6 @@ def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     spec = dataset.element_spec["tokens"]
     assert (spec.shape, spec.dtype) == ((8, 4), np.int32)
     assert spec.sharding.spec == jax.sharding.PartitionSpec("batch", "model")
-
-
-@pytest.mark.parametrize("stop", [0, 1, 5, 12])
-def test_global_batches_continue_in_the_middle_of_a_window(stop):
-    topics = python_topics()[:2]
-    mesh = ml.create_mesh({"batch": 8})
-    for documents in (topics, grain.MapDataset.source(topics).to_iter_dataset()):
-        rows = data.pack_sequences(documents, 64, mode="pack", open_rows=5)
-        dataset = data.distribute_dataset(rows, mesh, global_batch_size=8)
-        with dataset.iterator() as iterator:
-            for _ in range(stop):
-                next(iterator)
-            state = json.loads(json.dumps(iterator.get_state()))
-            rest = batches_of(iterator)
-        with dataset.iterator() as iterator:
-            iterator.set_state(state)
-            assert_same(batches_of(iterator), rest)
 
 
 SMALL = TransformerConfig(max_length=32, features=32, num_layers=1, mlp_features=64)

@@ -323,6 +323,3 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
     assert sorted(labels[weights == 1].tolist()) == list(range(num_examples))
     again = list(batches(split, size, order=np.random.default_rng(0)))
     assert [b["label"].tolist() for b in again] == [b["label"].tolist() for b in seen]
-
-
-# The command line of `make data`

@@ -7,12 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import meshlayout as ml
-from models import transformer
 from tests.tpu import abstract, create_slice_mesh
 
 
@@ -226,42 +224,6 @@ def test_layers_in_a_scan_with_remat_are_equal_to_one_device():
     expected = step(weights, inputs[0], RING)
     with jax.set_mesh(ml.create_mesh({"batch": 2, "seq": 4}).jax_mesh):
         assert_close(step(weights, inputs[0], RING), expected)
-
-
-@pytest.mark.slow  # the command line of models.train is tested with it, too
-@pytest.mark.parametrize("attend", [RING, HEADS])
-def test_a_transformer_trains_as_on_one_device(attend):
-    def loss_fn(model, batch):
-        logits = model(batch["tokens"], batch["segments"])
-        return transformer.next_token_losses(logits, batch["tokens"]).mean(-1)
-
-    def losses(mesh, rules, **options):
-        sizes = {"vocab_size": 64, "max_length": 32, "features": 32, "mlp_features": 64}
-        config = transformer.TransformerConfig(num_layers=1, **sizes, **options)
-        layouts = ml.LayoutMap(mesh, rules, unused="ignore")
-        state = ml.TrainState.create(
-            lambda: transformer.Transformer(config, rngs=nnx.Rngs(0)),
-            optax.adam(1e-2),
-            layouts,
-        )
-        step = ml.make_train_step(
-            loss_fn, layouts=layouts, accumulate=2, remat="blocks"
-        )
-        tokens = np.random.default_rng(0).integers(0, 64, (4, 32), "int32")
-        batch = {"tokens": tokens, "segments": segments(4, 32)}
-        layout = mesh.layout("batch", "seq" if "seq" in mesh else None)
-        batch = ml.copy_to_mesh(batch, layout)
-        for _ in range(2):
-            state, metrics = step(state, batch)
-            yield float(metrics["loss"])
-
-    one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
-    attention = functools.partial(attend, axis="seq", causal=True)
-    mesh, rules = ml.create_mesh({"batch": 2, "seq": 4}), transformer.FSDP_CONTEXT
-    expected = [*losses(one, transformer.DATA_PARALLEL)]
-    np.testing.assert_allclose(
-        [*losses(mesh, rules, attention=attention)], expected, 1e-5
-    )
 
 
 # What it costs.

@@ -294,24 +294,3 @@ def test_all_steps_compute_what_they_do_on_one_device(axes, options):
 
     rules = {"conv/kernel": (..., "model")} if "model" in axes else {}
     assert_close(outcome(rules, **axes), outcome({}, batch=1), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_fit_takes_images_that_are_sharded_in_space():
-    def loss_fn(model, batch):
-        return optax.losses.softmax_cross_entropy_with_integer_labels(
-            model(batch["image"]), batch["label"]
-        )
-
-    def losses(**axes):
-        random, mesh = np.random.default_rng(0), mesh_of(**axes)
-        images = random.normal(size=(48, 28, 28, 1)).astype("float32")
-        data = {"image": images, "label": random.integers(0, 10, 48).astype("int32")}
-        layout = mesh.layout(*(a if a in axes else None for a in convnet.SPATIAL))
-        batches = ml.distribute_dataset(data, layout, global_batch_size=32)
-        build = lambda: convnet.ConvNet(rngs=nnx.Rngs(0))
-        trainer = ml.Trainer(create(mesh, build, optax.adam(1e-3)), loss_fn)
-        return trainer.fit(batches, epochs=2, progress=False)["loss"]
-
-    found = losses(batch=2, height=2, width=2)
-    np.testing.assert_allclose(found, losses(batch=1), rtol=1e-4)
