@@ -76,9 +76,6 @@ def files_of(directory):
     return sorted(one for one in directory.rglob("*") if one.is_file())
 
 
-# Files that change.
-
-
 def test_every_flipped_bit_is_noticed(run):
     rng = np.random.default_rng(0)
     some = [one for one in files_of(run / "2") if one.stat().st_size]
@@ -150,9 +147,6 @@ def test_the_older_format_is_refused_with_the_way_out(run):
         ck.save(6, state_of(1))
         ck.wait()
         assert ck.all_steps() == [5, 6]  # nothing deletes it
-
-
-# Writing that fails.
 
 
 def check_save_works_after(ck):
@@ -231,9 +225,6 @@ def test_an_old_step_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, c
         ck.save(3, {"x": 3})
         ck.wait()
         assert ck.all_steps() == [3]
-
-
-# Whose directory it is.
 
 
 def test_what_no_checkpointer_wrote_is_left_alone(run):

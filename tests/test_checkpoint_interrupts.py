@@ -92,9 +92,6 @@ def test_ctrl_c_while_the_state_is_copied_comes_after_the_copy(tmp_path, monkeyp
     assert Checkpointer(tmp_path).restore_numpy()["w"].tolist() == [0, 1, 2, 3]
 
 
-# The end of a process.
-
-
 def program(directory, how, seconds):
     """Ends while it saves, which takes some seconds."""
     logging.basicConfig()

@@ -75,9 +75,6 @@ def test_a_cost_with_unknown_loops_branches_or_kernels_is_not_exact(program):
     assert (cost.flops, cost.is_exact) == (2 * 8**3, False)
 
 
-# Memory.
-
-
 def squares(model, batch):
     return jnp.square(model(batch["x"])).mean(-1)
 

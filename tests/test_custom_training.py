@@ -144,9 +144,6 @@ def test_what_was_saved_under_a_strategy_is_restored_without_one(tmp_path):
     ) == pytest.approx(accuracy)
 
 
-# Metrics of short batches.
-
-
 def short_batch(strategy):
     x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
     y = np.arange(5, dtype="int32") % 3

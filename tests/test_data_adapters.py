@@ -44,9 +44,6 @@ def squares(numbers):
     return [number * number for number in numbers]
 
 
-# Grain
-
-
 def test_a_map_dataset_is_shuffled_by_grain_or_by_a_seed_in_every_epoch(mesh):
     source = ROWS.shuffle(seed=3)
     data = distribute_dataset(source, mesh, global_batch_size=8)
@@ -114,9 +111,6 @@ if __name__ == "__main__":
     print([y for batch in data for y in batch["y"].tolist()])
 """
     assert run_python(program) == str(list(range(20)))
-
-
-# TFDS: data sources, without TensorFlow
 
 
 def test_a_tfds_data_source_gives_every_example_decoded_in_its_own_dtypes(mesh, source):

@@ -100,9 +100,6 @@ def way(request):
     return WAYS[request.param]
 
 
-# The same examples, however they are read
-
-
 def test_every_example_comes_once_per_epoch_as_it_was_stored(tiny, way):
     images = made_up_examples()
     batches = host(tiny(**way))
@@ -132,9 +129,6 @@ def test_an_iteration_resumes_in_the_middle_of_an_epoch_also_read_otherwise(tiny
     same(host(again), expected[9:])
 
 
-# What map is given
-
-
 def test_random_numbers_of_map_are_functions_of_seed_epoch_and_row(tiny, way):
     batches = host(tiny(map=add_noise, epochs=2, shuffle=5, **way))
     row = numbers(tiny(shuffle=None)).index(42)
@@ -154,9 +148,6 @@ def test_decoders_leave_features_as_they_are_stored(tiny):
         },
     )
     assert all(batch["is_png"].all() for batch in host(data))
-
-
-# Errors in map and in workers
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, SystemExit, KeyboardInterrupt])
@@ -209,9 +200,6 @@ def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
     )
 
 
-# What is kept in memory
-
-
 def test_auto_keeps_what_fits_into_memory_and_says_so(tiny, monkeypatch):
     assert "Decoded 200 examples once into " in notes(tiny())
     module = sys.modules["meshlayout.data.tfds"]
@@ -236,9 +224,6 @@ def test_what_is_kept_is_decoded_once_and_strings_are_refused_before(tiny, monke
     assert len(decoded) <= 3  # what is looked at, and not the split
     assert len(numbers(tiny(in_memory=True, epochs=3))) == 600
     assert NUM_ROWS <= len(decoded) <= NUM_ROWS + 6
-
-
-# What cannot be had
 
 
 WAY_OUT = (

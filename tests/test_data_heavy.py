@@ -53,9 +53,6 @@ def check(data, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# tf.data
-
-
 @pytest.mark.parametrize("batch_size", [None, 3, 8])
 def test_a_tf_dataset_gives_every_example_batched_or_not(mesh, tf, batch_size):
     dataset = tf.data.Dataset.from_tensor_slices(ALL)
@@ -83,9 +80,6 @@ def test_a_strategy_takes_a_tf_dataset_with_its_batch_size(tf, num_rows):
         found += strategy.gather(batch["weight"], axis=0).tolist()
     assert found == list(range(1, num_rows + 1))
     assert total == sum(found)
-
-
-# TFDS with TensorFlow
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +124,6 @@ def test_from_tfds_says_that_only_tensorflow_reads_tfrecords(mesh, tfds, tfrecor
         "--file_format=array_record --data_dir=DIR`, or give distribute_dataset what "
         "tfds.load returns."
     )
-
-
-# PyTorch
 
 
 class Rows:
@@ -213,9 +204,6 @@ def test_an_iterable_dataset_comes_alone_or_in_a_data_loader(mesh, torch):
         check(distribute_dataset(source, mesh, global_batch_size=8), {"x": X, "y": Y})
 
 
-# pandas
-
-
 def test_pandas_goes_in_as_it_is_also_in_a_trainer(mesh):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"y": Y})
@@ -226,9 +214,6 @@ def test_pandas_goes_in_as_it_is_also_in_a_trainer(mesh):
     found = trainer.predict(columns, batch_size=8, predict_fn=lambda _, batch: batch)
     np.testing.assert_array_equal(found["x"], X)
     np.testing.assert_array_equal(found["y"], Y)
-
-
-# Hugging Face
 
 
 def hf_columns(hf):

@@ -73,9 +73,6 @@ def test_rows_may_be_asked_for_with_a_mesh_a_sharding_or_a_number(mesh_2x4):
         assert md.process_rows(layout, 8).tolist() == expected
 
 
-# Replicas
-
-
 @pytest.mark.parametrize(
     ("axes", "specs", "expected"),
     [
@@ -98,9 +95,6 @@ def test_a_global_batch_that_does_not_divide_names_both_numbers(mesh_2x4):
         "a global batch of 9 rows does not divide into 2 replicas (Layout([batch, ...],"
         " Mesh(batch=2, model=4))). Nearest sizes that divide: 8 and 10."
     )
-
-
-# The order of an epoch
 
 
 def visited(num_rows, seed, epochs, batch=8, mesh=None):

@@ -57,9 +57,6 @@ def listed(rows):
     return [{name: leaf.tolist() for name, leaf in row.items()} for row in rows]
 
 
-# What is in the rows.
-
-
 def test_chunks_are_the_concatenation_cut_into_rows():
     rows = list(data.pack_sequences(["abc", "defg", "h"], 3))
     assert [bytes(row["tokens"].tolist()) for row in rows] == [
@@ -138,9 +135,6 @@ def test_targets_agree_with_the_documents(documents, recipe):
             )
 
 
-# Where documents come from.
-
-
 def generated():
     yield from TEXTS
 
@@ -200,9 +194,6 @@ def test_documents_without_tokens_give_no_rows():
     assert list(data.pack_sequences(["", ""], 3, mode="pack")) == []
 
 
-# Going on from a place.
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     documents=documents_of_tokens, recipe=recipes, stop=st.integers(0, 60), again=...
@@ -244,9 +235,6 @@ def test_a_state_of_other_rows_is_refused(texts, length):
         iter(data.pack_sequences(TEXTS, 7)).set_state(state)
 
 
-# What is refused.
-
-
 WRONG = {
     "length must be a positive integer, got 0.": {"length": 0},
     "remainder must be 'pad' or 'drop', got 'repeat'.": {"remainder": "repeat"},
@@ -275,9 +263,6 @@ def test_wrong_arguments_are_refused_at_once(text):
 def test_documents_that_are_none_are_refused_by_number(document, message):
     with pytest.raises(ml.errors.DataError, match=re.escape(message)):
         list(data.pack_sequences(["ab", document], 2))
-
-
-# On with the rows: Grain, global batches, the transformer.
 
 
 def test_grain_takes_the_rows_and_remembers_their_place():

@@ -77,9 +77,6 @@ def by_content(split):
     )
 
 
-# Prepared directories
-
-
 def test_a_prepared_directory_gives_every_example_as_it_was(prepared):
     dataset = load_dataset("mnist", prepared)
     assert str(dataset) == (
@@ -125,9 +122,6 @@ def test_a_damaged_directory_is_an_error_that_names_it(copied, damage, reason):
     )
 
 
-# Names
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -148,9 +142,6 @@ def test_a_dataset_that_cannot_be_is_refused_before_any_download(
     with pytest.raises(DataError) as error:
         find_builder(name, tmp_path)
     assert str(error.value) == message
-
-
-# Downloads
 
 
 def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
@@ -282,9 +273,6 @@ def test_a_network_that_never_answers_is_given_up(tmp_path, monkeypatch):
     )
 
 
-# The carried part
-
-
 def test_the_carried_part_says_what_it_is(tmp_path, offline):
     dataset = load_dataset("fashion_mnist", tmp_path)
     assert str(dataset) == (
@@ -300,9 +288,6 @@ def test_the_carried_part_says_what_it_is(tmp_path, offline):
     licence = data.CARRIED_PART.with_suffix(".LICENSE").read_text()
     assert "Copyright (c) 2017 Zalando SE" in licence
     assert "MIT License" in licence
-
-
-# Batches
 
 
 def numbered(num_examples):

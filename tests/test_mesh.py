@@ -44,9 +44,6 @@ def meshes(draw):
     return create_mesh(pairs, devices=devices, axis_types=types)
 
 
-# Making one.
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -83,9 +80,6 @@ def test_axis_types_come_for_all_or_one_by_one():
     assert create_mesh(axes, axis_types="explicit").axis_types == (explicit, explicit)
     types = ["Auto", AxisType.Explicit]
     assert create_mesh(axes, axis_types=types).axis_types == (auto, explicit)
-
-
-# What it is made of, against arithmetic done another way.
 
 
 @FEW
@@ -147,9 +141,6 @@ def test_a_mesh_shows_what_it_is_made_of_also_by_the_names_of_dtensor():
     assert MESH.local_device_ids() == MESH.global_device_ids() == list(range(8))
     assert MESH.local_device_locations() == MESH.unravel_index()
     assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id() == 3
-
-
-# Devices that are only described, and several processes.
 
 
 def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
@@ -297,8 +288,6 @@ def test_on_one_process_dcn_has_no_effect():
     for dcn in ("fsdp", ("replica", "fsdp"), []):
         assert create_mesh(axes, dcn=dcn) == create_mesh(axes)
 
-
-# Bad inputs, with what is said about them.
 
 NOT_AXES = (
     "does not give each axis name once with a size: a positive integer, or for one axis "

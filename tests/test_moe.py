@@ -25,9 +25,6 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# `dispatch`.
-
-
 def by_groups(params, rows, group_sizes):
     hidden = jnp.tanh(jax.lax.ragged_dot(rows, params["up"], group_sizes))
     return jax.lax.ragged_dot(hidden, params["down"], group_sizes)
@@ -165,8 +162,6 @@ def test_wrong_calls_are_refused_in_sentences():
             dispatch(x, index, index, by_groups, params, axis="b", capacity=capacity)
 
 
-# The model.
-
 CONFIG = moe.MoEConfig(
     vocab_size=16, max_length=8, features=8, num_heads=2, num_layers=2, mlp_features=16
 )
@@ -243,8 +238,6 @@ def test_metrics_count_the_load_of_each_expert_and_what_was_dropped():
     mean = np.average(above, axis=0, weights=WEIGHTS).mean()
     assert 0 < mean == pytest.approx(float(got["dropped"]))
 
-
-# What the compiler for TPUs makes of it.
 
 ROWS, WIDTH, NUM_EXPERTS = 16, 128, 16
 

@@ -208,9 +208,6 @@ def test_stacked_slots_as_those_of_lbfgs_follow_their_parameter(mesh):
         assert str(cube.layout) == "[unsharded, unsharded, unsharded, model]"
 
 
-# ZeRO.
-
-
 BATCHES = ("data", "fsdp")
 ZERO = {
     (64, 512): (None, BATCHES),  # the largest dim first, over all axes of batches

@@ -166,9 +166,6 @@ def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
     assert any("loss" in leaf.path for leaf in report.differences)
 
 
-# What is sent.
-
-
 def sent(
     model: Model, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
 ) -> Any:

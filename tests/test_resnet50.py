@@ -50,9 +50,6 @@ def photos(rows, size=32):
     return random.normal(size=(rows, size, size, 3)).astype("float32")
 
 
-# The known network.
-
-
 @pytest.mark.parametrize(
     ("depths", "expected"),
     [
@@ -91,9 +88,6 @@ def test_it_takes_the_known_number_of_multiply_adds():
     apply, variables = forward()
     traced = jax.jit(apply).trace(variables, PHOTO)
     assert ml.hlo.read_cost(traced).flops == 2 * MULTIPLY_ADDS
-
-
-# What it computes.
 
 
 def normalized(x, norm):
@@ -137,8 +131,6 @@ def test_both_variants_compute_the_same(train):
     assert_variants_agree(model, linen, variables, images, train)
 
 
-# Layouts.
-
 WHOLE = {
     "DATA_PARALLEL": r".*",
     "MODEL_PARALLEL": r"stem|^output|norm[23]/|conv3|projection",
@@ -177,9 +169,6 @@ def step_on_one_device(batch):
     flat = nnx.to_flat_state(grads)
     grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
     return float(loss), grads, by_path(model, nnx.BatchStat)
-
-
-# On the replicas of a strategy.
 
 
 def mirrored_step(strategy, batch, *, synchronized):

@@ -187,9 +187,6 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
     assert (found, done) == (whole(), STEPS - steps[-2])
 
 
-# Which directory belongs to which run, without a model.
-
-
 ONES = [{"x": np.ones(1, np.float32)}] * 3
 
 

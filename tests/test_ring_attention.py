@@ -174,9 +174,6 @@ def test_bfloat16_is_as_exact_as_jaxs_attention():
     assert all(a < 1.2 * b for a, b in zip(error(out), error(plain), strict=True))
 
 
-# In models.
-
-
 def attention_of(model_kind, attend, mask):
     """Returns a Flax attention layer's output, as a function of its attention."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 16)), "float32")
@@ -224,9 +221,6 @@ def test_layers_in_a_scan_with_remat_are_equal_to_one_device():
     expected = step(weights, inputs[0], RING)
     with jax.set_mesh(ml.create_mesh({"batch": 2, "seq": 4}).jax_mesh):
         assert_close(step(weights, inputs[0], RING), expected)
-
-
-# What it costs.
 
 
 def lowered(attend, mesh, length, *, heads=2, dtype="float32", gradient=True, **given):
@@ -326,9 +320,6 @@ def test_a_tpu_exchanges_heads_by_all_to_alls_alone():
     assert [(x.kind, x.axes, x.nbytes) for x in sent] == (
         [("all_to_all", ("seq",), shard)] * 8  # q, k, v, the result and gradients
     )
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize(

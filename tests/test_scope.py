@@ -188,9 +188,6 @@ def test_describing_takes_time_in_proportion_to_the_layers():
     assert calls_of_functions(160) < 6 * calls_of_functions(40)
 
 
-# Linen.
-
-
 def test_linen_variables_are_born_sharded():
     sample = jnp.ones((1, 28, 28, 1))
     with ml.scope(kernels()):
@@ -200,9 +197,6 @@ def test_linen_variables_are_born_sharded():
     expected = LinenMLP().init(jax.random.key(0), sample)  # is as it was
     assert_same_bits(variables, expected)
     assert isinstance(expected["params"]["hidden"]["kernel"].sharding, SINGLE)
-
-
-# Where a scope begins and ends.
 
 
 def lies(layer):

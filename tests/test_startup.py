@@ -92,9 +92,6 @@ def test_processes_start_together_as_often_as_they_like_and_failures_are_named()
         assert seen["after"] == TOO_LATE
 
 
-# The meeting, of threads.
-
-
 @pytest.fixture
 def address(monkeypatch):
     for name, seconds in [("_TOLD_S", 0.6), ("_GONE_S", 0.8), ("_BIND_S", 0.6)]:
@@ -236,9 +233,6 @@ def test_a_port_in_use_is_waited_for_and_then_named(address):
     assert text.startswith(start)
     host = socket.gethostname()
     assert f"It must be an address of {host} and a free port; behind a" in text
-
-
-# One process.
 
 
 @pytest.fixture

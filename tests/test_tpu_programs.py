@@ -141,9 +141,6 @@ def test_a_rematerialization_is_seen(tpu):
     assert "Involuntary full rematerialization" in line
 
 
-# What the library reads of the same texts.
-
-
 def whole_bytes(collective):
     """Returns a collective's bytes as the independent reader counts them."""
     is_scatter = collective.kind == "reduce_scatter"
@@ -234,9 +231,6 @@ def test_an_fsdp_transformer_gathers_each_matrix_and_scatters_its_gradient(tpu):
     assert of_kind(sent, "all_reduce")[-1].nbytes < scatter.nbytes / 6
 
 
-# Options.
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -298,9 +292,6 @@ def test_recomputed_blocks_take_less_memory(tpu):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("blocks") < 0.8 * temporary_bytes("none")
-
-
-# The rules of `fsdp`, against the hand-written maps.
 
 
 @pytest.mark.parametrize(

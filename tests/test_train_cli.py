@@ -214,9 +214,6 @@ def test_explaining_prints_layouts_memory_and_communication_and_trains_nothing(c
     assert "epoch" not in text
 
 
-# One of each kind of mistake.
-
-
 @pytest.mark.slow
 def test_what_does_not_divide_stays_whole_with_its_reason(tmp_path):
     done = command(
