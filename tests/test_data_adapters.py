@@ -59,35 +59,6 @@ def test_a_map_dataset_is_shuffled_by_grain_or_by_a_seed_in_every_epoch(mesh):
     assert [first, second] == [values(arrays), values(arrays)]
 
 
-def is_even(example):
-    return example["y"] % 2 == 0
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda rows: rows,
-        lambda rows: rows.filter(is_even),
-        lambda rows: rows.batch(6),
-        lambda rows: rows.to_iter_dataset(),
-        lambda rows: rows.to_iter_dataset().batch(3),
-        lambda rows: rows.batch(7).to_iter_dataset(),
-        lambda rows: rows.to_iter_dataset().filter(is_even),
-    ],
-    ids=[
-        *("rows", "filter", "batches", "stream"),
-        *("streamed batches", "both", "streamed filter"),
-    ],
-)
-def test_a_grain_dataset_gives_every_example_once(mesh, make):
-    dataset = make(ROWS.shuffle(seed=1))
-    elements = [element for element in dataset if element is not None]
-    expected = [int(y) for element in elements for y in np.atleast_1d(element["y"])]
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert values(data) == expected
-    assert len(values(data)) == len(expected)
-
-
 def run_python(program):
     run = [sys.executable, "-c", program]
     return subprocess.check_output(run, text=True, timeout=60).strip()

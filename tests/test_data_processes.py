@@ -522,45 +522,39 @@ def test_processes_with_unequal_rows_continue_from_any_step(two, kind):
         assert again == [whole[step:] for step in range(1, 7)]
 
 
-# What process 1 alone finds when datasets are made: the kind of error, and the error.
 WEIGHTS = (
     "Padding is marked by weights: weights=2 appends them. Or choose another "
     "remainder=."
 )
+SHORT = (
+    f"DataError: the last batch of an epoch has 2 rows, and batches have 4. {WEIGHTS}"
+)
+DROPPED = (
+    "DataError: the source has 3 rows in epoch 1, fewer than a batch: remainder='drop' "
+    "drops all of them. Take a smaller global_batch_size, or another remainder=."
+)
+ALONE = "DataError: process 1 cannot make the dataset: "
+# What processes 0 and 1 say when process 1 alone finds that it cannot make its dataset.
 NOT_MADE = {
-    "the source does not open": ("", "OSError: the disk is gone"),
-    "the function fails": ("", "ValueError: no such file"),
-    "an argument is wrong": (
-        "DataError: ",
-        "epochs must be a positive integer, got 0.",
-    ),
+    "no place for padding": (SHORT, SHORT),
+    "no place for padding up to others": (SHORT.replace("2 rows", "0 rows"),) * 2,
+    "all rows are dropped": (DROPPED, DROPPED),
+    **{
+        name: (f"{ALONE}{error.removeprefix('DataError: ')}", error)
+        for name, error in {
+            "the source does not open": "OSError: the disk is gone",
+            "the function fails": "ValueError: no such file",
+            "an argument is wrong": (
+                "DataError: epochs must be a positive integer, got 0."
+            ),
+        }.items()
+    },
 }
-
-
-SHORT = f"the last batch of an epoch has 2 rows, and batches have 4. {WEIGHTS}"
-NOT_OF_THESE_LENGTHS = {
-    "no place for padding": SHORT,
-    "no place for padding up to others": SHORT.replace("2 rows", "0 rows"),
-    "all rows are dropped": (
-        "the source has 3 rows in epoch 1, fewer than a batch: remainder='drop' drops "
-        "all of them. Take a smaller global_batch_size, or another remainder=."
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_OF_THESE_LENGTHS)
-def test_a_length_of_one_process_that_does_not_fit_is_an_error_on_all(two, name):
-    expected = f"DataError: {NOT_OF_THESE_LENGTHS[name]}"
-    assert [here["not made"][name] for here in two] == [expected] * 2
 
 
 @pytest.mark.parametrize("name", NOT_MADE)
 def test_what_one_process_cannot_make_is_an_error_on_all(two, name):
-    kind, text = NOT_MADE[name]
-    assert [here["not made"][name] for here in two] == [
-        f"DataError: process 1 cannot make the dataset: {text}",
-        kind + text,
-    ]
+    assert [here["not made"][name] for here in two] == [*NOT_MADE[name]]
 
 
 FEWER = "DataError: the source of process 1 has fewer batches than that of another process. "
@@ -569,8 +563,8 @@ FAILED = {
     "stream repeated": (2, f"DataError: {ROW_GONE}", "OSError: a row is gone"),
     "no place for padding": (
         1,
-        f"DataError: the source of process 1 failed: {SHORT}",
-        f"DataError: {SHORT}",
+        f"DataError: the source of process 1 failed: {SHORT.removeprefix('DataError: ')}",
+        SHORT,
     ),
     "no place for padding up to others": (1, FEWER + WEIGHTS, FEWER + WEIGHTS),
 }
