@@ -147,11 +147,10 @@ def test_a_process_that_ends_finishes_its_save(tmp_path, how, seconds, code):
 def test_a_failure_that_no_call_raised_is_logged_at_the_end(tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     forked.start(log, program, str(run), "failure", 0).wait()
-    told = [line for line in log.read_text().splitlines() if "could not be" in line]
-    assert told == [
-        f"ERROR:meshlayout.checkpoint:step 1 could not be saved in {run}: the cable is "
-        "out. Earlier steps are unchanged; the next save starts anew."
-    ]
+    (told,) = [x for x in log.read_text().splitlines() if "could not be" in x]
+    assert told.startswith(
+        f"ERROR:meshlayout.checkpoint:step 1 could not be saved in {run}"
+    )
     assert Checkpointer(run).all_steps() == []
 
 

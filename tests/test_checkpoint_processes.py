@@ -280,14 +280,9 @@ def faults(directory):
 def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     run, is_not = tmp_path / "run", "is not as it was saved:"
     for index, one in enumerate(run_processes(2, faults, str(run), shared=True)):
-        assert one["background"] == (
-            f"CheckpointError: step 2 could not be saved in {run}: the cable is out. "
-            "Earlier steps are unchanged; the next save starts anew."
-        )
-        assert one["directory"] == (
-            f"CheckpointError: {run}/3 is in the way: it is not an intact step of this "
-            "version. Remove it."
-        )
+        why = f"CheckpointError: step 2 could not be saved in {run}: the cable is out. "
+        assert one["background"].startswith(why)
+        assert one["directory"].startswith(f"CheckpointError: {run}/3 is in the way: ")
         assert one["step"].endswith("step must be a non-negative integer, got '4'.")
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot be written "

@@ -178,10 +178,8 @@ def test_values_that_are_not_of_rows_are_refused_in_a_short_batch():
     batch, _, _ = short_batch(strategy)
     with pytest.raises(MetricError) as refusal:
         strategy.run(lambda x: ml.metrics.Mean().update(x[0].ravel()), (batch,))
-    assert str(refusal.value) == (
-        "Mean: this replica's example_mask f32[4] does not fit elements f32[12]. Give "
-        "weights of the shape of the elements or of their first dims, such as (12,)."
-    )
+    start = "Mean: this replica's example_mask f32[4] does not fit elements f32[12]. "
+    assert str(refusal.value).startswith(start)
     assert "with twice its rows" in "".join(refusal.value.__notes__)
 
     def with_weights(inputs):

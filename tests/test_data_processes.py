@@ -1,5 +1,6 @@
 """Input pipelines on several real processes."""
 
+import functools
 import itertools
 import json
 import random
@@ -204,6 +205,21 @@ class Broken:
         return {"x": np.float32(row)}
 
 
+def _taken(mesh, given, *, fails_at=None, **options):
+    """Steps taken, and what ends them; the loop of process 1 may fail."""
+    data = ml.data.distribute_dataset(given, mesh, global_batch_size=8, **options)
+    steps = []
+
+    def loop():
+        for _ in data:
+            steps.append(True)
+            if jax.process_index() == 1 and len(steps) == fails_at:
+                raise ArithmeticError("the loss is not a number")
+
+    said = outcome_of(loop)
+    return [len(steps), said]
+
+
 def _failed(mesh, here):
     """Steps taken and what is said where process 1 alone fails on its way."""
     broken = Broken(*[9] * here)
@@ -214,18 +230,7 @@ def _failed(mesh, here):
     def stream():
         return (broken[row] for row in range(20))
 
-    def taken(given, **options):
-        data = ml.data.distribute_dataset(
-            given, mesh, global_batch_size=8, per_process=True, **options
-        )
-        steps = []
-
-        def loop():
-            steps.extend(True for _ in data)
-
-        said = outcome_of(loop)
-        return [len(steps), said]
-
+    taken = functools.partial(_taken, mesh, per_process=True)
     return {
         "stream repeated": taken(stream, remainder="repeat", epochs=None),
         "no place for padding": taken(pairs(8, 6)),
@@ -263,20 +268,7 @@ def _failed_shared(mesh):
 
     rows = grain.MapDataset.range(64).map(lambda row: broken[int(row)])
 
-    def taken(given, *, fails_at=None, **options):
-        options = {"global_batch_size": 8, **options}
-        data = ml.data.distribute_dataset(given, mesh, **options)
-        steps = []
-
-        def loop():
-            for _ in data:
-                steps.append(True)
-                if here and len(steps) == fails_at:
-                    raise ArithmeticError("the loss is not a number")
-
-        said = outcome_of(loop)
-        return [len(steps), said]
-
+    taken = functools.partial(_taken, mesh)
     return {
         "stream": taken(stream),
         "stream, nothing ahead": taken(stream, prefetch=0),
@@ -663,15 +655,8 @@ def test_loops_that_are_left_or_run_at_once_see_all_batches(several):
 
 def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):
     assert [here["left"] for here in two] == [
-        {"said": "worked", "all": False, "quickly": True},
-        {
-            "said": (
-                "DataError: process 0 has left its loop over the data, and this one "
-                "continues. All processes must take the same number of steps."
-            ),
-            "all": False,
-            "quickly": True,
-        },
+        {"said": said, "all": False, "quickly": True}
+        for said in ("worked", LEFT.replace("process 1", "process 0"))
     ]
 
 
@@ -708,12 +693,11 @@ def test_a_disagreement_is_an_error_on_all_processes(two, name):
 
 
 def test_a_state_of_another_process_is_refused(two):
-    assert [here["messages"]["other_process"] for here in two] == [
-        f"DataError: the state is of a dataset with process=[{1 - here}, 2], and this "
-        f"one has process=[{here}, 2]: its batches would be different ones. Make the "
-        "dataset as it was when the state was saved."
-        for here in range(2)
-    ]
+    for index, here in enumerate(two):
+        assert here["messages"]["other_process"].startswith(
+            f"DataError: the state is of a dataset with process=[{1 - index}, 2], and "
+            f"this one has process=[{index}, 2]: "
+        )
 
 
 def test_input_contexts_count_what_feeds_different_replicas(two):

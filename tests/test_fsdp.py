@@ -349,10 +349,7 @@ def test_a_leaf_that_no_part_names_is_an_error_if_a_part_says_so():
         "step": (),
     }
     layouts = ml.parallel.compose(strict, ml.LayoutMap(GRID, {"bias": ("batch",)}))
-    assert refused(layouts.resolve, tree) == (
-        "down f32[128, 64]: no rule matches, and the map has unmatched='error'. Add a "
-        "rule, such as layouts['down'] = [...] for replicated."
-    )
+    assert refused(layouts.resolve, tree).startswith("down f32[128, 64]: no rule match")
 
 
 def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
