@@ -65,9 +65,6 @@ def same_bits(a, b):
     return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
-# relayout
-
-
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
     x = jax.device_put(value, source.with_rank(2).sharding)
@@ -200,9 +197,6 @@ def test_scalars_and_empty_arrays_can_be_placed():
     assert ma.pack(ma.unpack(empty), ma.fetch_layout(empty)).shape == (0, 8)
 
 
-# pack and unpack
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_unpack_gives_what_each_device_holds_and_pack_is_its_inverse(value, layout):
     parts = ma.unpack(ma.relayout(value, layout))
@@ -224,9 +218,6 @@ def test_pack_takes_one_tree_per_device():
     packed = ma.pack(parts, layouts, verify=True)
     assert (packed["x"].shape, int(packed["n"])) == ((16, 3), 1)
     assert same_bits(ma.unpack(packed)[5]["x"], np.full((2, 3), 5, np.int32))
-
-
-# copy_to_mesh, fetch_layout, check_layout, to_numpy
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -267,9 +258,6 @@ def test_check_layout_distinguishes_different_layouts(value, actual, expected):
     x = ma.relayout(value, actual)
     with pytest.raises(ml.errors.LayoutError, match="was expected"):
         ma.check_layout(x, expected)
-
-
-# Created sharded
 
 
 @pytest.mark.parametrize(
@@ -349,9 +337,6 @@ def test_no_device_ever_holds_a_whole_created_array(monkeypatch):
         assert memory.temp_size_in_bytes <= 3.1 * shard
 
 
-# call_with_layout
-
-
 def test_call_with_layout_takes_trees():
     def build(key, shape, *, scale):
         return {"w": scale * jax.random.normal(key, shape), "b": jnp.zeros(shape[1:])}
@@ -362,9 +347,6 @@ def test_call_with_layout_takes_trees():
     assert_lies(made["b"], layouts["b"])
     expected = 2 * jax.random.normal(jax.random.key(0), (4, 16))
     np.testing.assert_allclose(made["w"], expected, rtol=1e-6)
-
-
-# What is refused
 
 
 B = BATCH_8.layout("batch", None)
@@ -424,9 +406,6 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
         pytest.raises(ml.errors.LayoutError, match="JAX cannot move it to"),
     ):
         move(np.ones((8, 8), "float32"))
-
-
-# Arrays of the host that JAX does not have.
 
 
 def doors(mesh):

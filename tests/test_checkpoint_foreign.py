@@ -59,9 +59,6 @@ def sharded_state(mesh):
     }
 
 
-# Mappings.
-
-
 class Counted:
     """An array that notes the shape of every slice that is taken of it."""
 
@@ -142,9 +139,6 @@ def test_what_is_no_array_is_refused_by_name():
     )
 
 
-# What is wanted.
-
-
 def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
     like = {"w": jnp.zeros((4, 4)), "head": jnp.ones((4, 8)), "key": jax.random.key(1)}
     layouts = ml.LayoutMap(mesh_2x4, {"head": (None, "model")})
@@ -159,9 +153,6 @@ def test_what_is_kept_goes_where_it_is_wanted(mesh_2x4, caplog):
     layouts = ml.LayoutMap(mesh_2x4, {"v": (None, "model")})
     with pytest.warns(ml.errors.LayoutWarning, match="rule 'v' matches no path"):
         checkpoint.load_arrays(saved, layouts)
-
-
-# Safetensors: round trips.
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (8, 4)], ids=str)
@@ -257,9 +248,6 @@ def test_published_weights_land_on_a_layout_map_and_go_back(tmp_path, mesh_2x4):
     file = checkpoint.save_safetensors(tmp_path, state, rename=BACK)
     del saved["net.ln.num_batches"]
     equal(load_file(file), saved)
-
-
-# Safetensors: damage, and what is refused.
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "msgpack"])
@@ -368,9 +356,6 @@ def test_nothing_is_replaced_unless_asked_nor_before_the_new_file_is_whole(tmp_p
     assert error_of(save, where, old).startswith(f"{where} cannot be written: [Errno")
 
 
-# Flax msgpack.
-
-
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -407,9 +392,6 @@ def test_flax_states_come_from_msgpack(tmp_path, mesh_2x4, monkeypatch):
     assert (got.step, type(got.step)) == (1, int)
     equal(got.params, first.params)
     equal(got.opt_state, first.opt_state)
-
-
-# Plain Orbax.
 
 
 def orbax_state(mesh):
@@ -557,9 +539,6 @@ def test_no_lost_file_of_orbax_is_silent(tmp_path, name):
     equal(checkpoint.load_orbax(where, state), state)
 
 
-# What users hand in by mistake: a sentence, or it works.
-
-
 BAD = [None, float("nan"), -1, 0, "x", "", "a\0b", object(), ["x"], {"x": 1}]
 STATE = {"w": np.ones((2, 3), "float32")}
 
@@ -609,9 +588,6 @@ def test_every_option_works_or_is_refused_in_a_sentence(saved, name, option):
         if not isinstance(result, str):
             np.testing.assert_array_equal(result["w"], STATE["w"])
             assert value in (None, "") or option == "like", (option, value)
-
-
-# What a state to restore may hold.
 
 
 def test_numbers_byte_orders_and_keys_are_not_mistaken(tmp_path):

@@ -126,9 +126,6 @@ def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
     assert restore_all(two) + restore_all(four) == 4
 
 
-# What each process reads and writes.
-
-
 KERNEL = np.arange(128, dtype="float32").reshape(8, 16)
 BIAS = np.arange(16, dtype="float32")
 
@@ -213,9 +210,6 @@ def test_each_process_hashes_and_reads_its_share(tmp_path):
         assert 0.4 < saved < 0.6
         # Half of the files are hashed here, and half of the array is read.
         assert 0.9 < restored < 1.1
-
-
-# What goes wrong on one of them.
 
 
 def faults(directory):

@@ -240,9 +240,6 @@ def assert_lies(made, layouts):
     return sharded
 
 
-# No leaf is ever whole on a device.
-
-
 def lecun(seed, shape=(512, 512)):
     return nnx.initializers.lecun_normal()(jax.random.key(seed), shape)
 
@@ -304,9 +301,6 @@ def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
     assert paths == [*names]
     plan = ml.describe(linear, layouts)
     assert_same_bits(plan.create(), linear())
-
-
-# What a state shares with nothing else, and what it keeps.
 
 
 def pointers(tree):
@@ -394,9 +388,6 @@ def test_values_do_not_depend_on_the_context(mesh_2x4, build, context):
     if build is linear:  # of one structure: tree maps take both
         jax.tree.map(np.testing.assert_array_equal, *map(nnx.state, (made, expected)))
         assert ml.Layout.of(made.kernel[...]) == mesh_2x4.layout(None, "model")
-
-
-# What is refused, and how.
 
 
 RNGS = nnx.Rngs(0)

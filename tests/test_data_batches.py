@@ -70,9 +70,6 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-# The same examples from all kinds of sources
-
-
 def as_examples(source):
     rows = range(len(source["y"]))
     return [{key: leaf[row] for key, leaf in source.items()} for row in rows]
@@ -141,9 +138,6 @@ def test_batches_do_not_depend_on_how_rows_come(data):
     assert_same(found, padded(source, size))
 
 
-# Where weights ride
-
-
 class Named(typing.NamedTuple):
     x: Any
     weight: Any
@@ -203,9 +197,6 @@ def test_what_has_no_place_for_weights_is_not_padded(source):
     assert refused(columns(9), weights=None).startswith("the last batch of an epoch")
     (batch,) = batches((NINE[:8], NINE[:8]))
     assert len(batch) == 2
-
-
-# Trees
 
 
 @jax.tree_util.register_dataclass
@@ -299,9 +290,6 @@ def test_an_entry_that_is_no_column_is_named_with_its_type(sentence):
     assert refused(WRONG_COLUMNS[sentence]).startswith(sentence)
 
 
-# Layouts
-
-
 LAYOUTS = {
     "a batch axis of size 1": (
         ml.create_mesh({"batch": 1, "model": 8}),
@@ -329,9 +317,6 @@ def test_batches_have_the_layouts_that_were_asked_for(name):
         np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
     first = None if specs[0] is None else specs[0]
     assert ml.fetch_layout(batch["weight"]) == mesh.layout(first)
-
-
-# Dtypes
 
 
 DTYPES = [
@@ -385,9 +370,6 @@ def test_dtypes_that_jax_does_not_have_are_refused():
     )
 
 
-# Strings and objects
-
-
 STRINGS = {
     "text": np.array(["a", "bc", "def", "g", "h", "i", "j", "k", "l"]),
     "bytes": np.array([b"a", b"bc", b"def", b"g", b"h", b"i", b"j", b"k", b"l"]),
@@ -410,9 +392,6 @@ def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
     assert found[1]["id"].tolist() == [STRINGS[name].tolist()[8]] * 8
     spec = data.element_spec["id"]
     assert (spec.shape, spec.dtype, spec.sharding) == ((8,), STRINGS[name].dtype, None)
-
-
-# Ragged, empty, and what does not fit together
 
 
 ALL = "all examples have the shape and dtype of the first one."
@@ -472,9 +451,6 @@ def test_what_is_not_a_source_is_refused(source):
     )
 
 
-# Examples or batches
-
-
 def test_a_list_of_batches_knows_how_many_there_are():
     sizes = [3, 8, 6]
     source = [{"x": np.zeros((n, 2), np.float32), "y": np.arange(n)} for n in sizes]
@@ -501,9 +477,6 @@ def test_elements_that_may_be_both_need_a_word():
     assert batches(RandomAccess(elements * 4))[0]["x"].shape == (8, 8, 2)
     found = batches(arrays, batched=False, size=8, remainder="repeat")
     assert found[0].shape == (8, 8, 2)
-
-
-# The user's memory
 
 
 def aligned(array):
@@ -543,9 +516,6 @@ def test_examples_whose_memory_is_used_again_come_out_right(size):
     rows = np.concatenate([batch["x"] for batch in found])
     expected = np.repeat(np.arange(100)[: len(rows), None], 3, axis=1)
     np.testing.assert_array_equal(rows, expected)
-
-
-# Sources of one's own
 
 
 class Table:
@@ -630,9 +600,6 @@ class ReadsRows:
         return 20
 
 
-# What loses or narrows data is logged
-
-
 def test_what_loses_or_narrows_data_is_logged_once(caplog):
     source = {"y": np.arange(20)}
     with caplog.at_level("WARNING", logger="meshlayout"):
@@ -650,9 +617,6 @@ def test_what_loses_or_narrows_data_is_logged_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Dropped the last 4 rows of an epoch."
     ]
-
-
-# Arguments
 
 
 ODD = [None, float("nan"), -1, 0, "x", object()]

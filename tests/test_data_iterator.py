@@ -68,9 +68,6 @@ def no_threads_stay():
     assert wait_for(no_threads)
 
 
-# Lengths
-
-
 SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 
 
@@ -113,9 +110,6 @@ def test_epochs_may_have_no_end(source, remainder):
         assert found == [*one, *one, one[0]]
     else:
         assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
-
-
-# Sources that can be read once
 
 
 def test_an_iterator_is_read_once():
@@ -164,9 +158,6 @@ def test_padding_reads_no_row_again(num_rows, size):
     assert data.report().rows == num_rows
 
 
-# Exceptions
-
-
 class SourceError(Exception):
     pass
 
@@ -209,9 +200,6 @@ def test_a_source_of_rows_that_raises_stop_iteration_does_not_end_the_epoch(pref
     assert message(lambda: next(it), error=RuntimeError) == (
         "generator raised StopIteration"
     )
-
-
-# Leaving early
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
@@ -302,9 +290,6 @@ def test_a_hundred_epochs_leave_nothing_behind():
     assert (len(jax.live_arrays()), threading.active_count()) == before
 
 
-# Several at once
-
-
 def test_an_older_iterator_does_not_move_the_next_iteration():
     data = distributed(columns(12), shuffle=0)
     other = distributed(columns(12), shuffle=0, epochs=3)
@@ -313,9 +298,6 @@ def test_an_older_iterator_does_not_move_the_next_iteration():
     assert rows_of(second) == expected[3:6]
     assert rows_of(first) == expected[:3]
     assert rows_of(data) == expected[6:]
-
-
-# Resuming
 
 
 class Seekable:
@@ -505,9 +487,6 @@ def test_what_is_not_a_state_is_refused():
         assert message(lambda: it.set_state(wrong)).startswith(  # noqa: B023
             "the state must be that of a data iterator's get_state(), got "
         )
-
-
-# The report
 
 
 def test_the_report_counts_rows_and_seconds():

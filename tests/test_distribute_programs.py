@@ -269,8 +269,6 @@ def test_the_program_that_is_called_is_not_the_one_that_is_dropped(
     assert capsys.readouterr().out.count("traced") == 2
 
 
-# What Python does in a function.
-
 NOTES: list[object] = []
 TABLE: dict[str, object] = {}
 

@@ -156,9 +156,6 @@ def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
     assert (one.axes, one.wire_bytes) == (("batch", "model"), 56)
 
 
-# Loops.
-
-
 def test_nested_loops_are_counted_in_full(mesh):
     def program(w, x):
         def outer(x, _):
@@ -298,9 +295,6 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     assert "head/dot_general (backward)" in sent._repr_html_()
 
 
-# The leaves that collectives move.
-
-
 def squares(model, batch):
     return jnp.square(model(batch["x"])).mean(-1)
 
@@ -388,9 +382,6 @@ def test_arguments_of_any_program_have_jaxs_names(mesh):
     x = ml.arrays.ones((256, 64), mesh.layout("batch", None))
     [one] = sent_by(program, params, x).collectives
     assert (one.kind, one.leaves) == ("all_gather", ("params/layers/0",))
-
-
-# What the report is used for.
 
 
 @pytest.fixture

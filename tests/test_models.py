@@ -144,9 +144,6 @@ def test_the_examples_in_docstrings_hold(module):
     assert not failed
 
 
-# Parameters.
-
-
 def convolutions(width, in_features=1):
     norm = lambda features: 2 * features
     stem = 9 * in_features * width + norm(width)
@@ -185,9 +182,6 @@ def test_both_variants_have_the_same_parameters(name, mesh_2x4):
     ours = shapes_by_path(nnx.state(shapes_of(name), nnx.Param), mesh_2x4)
     assert ours == shapes_by_path(linen, mesh_2x4)
     assert sum(map(np.prod, ours.values())) == num_params(name)
-
-
-# The networks of images.
 
 
 @pytest.mark.parametrize("name", ["mlp", "convnet"])
@@ -259,9 +253,6 @@ def test_batch_statistics_are_what_numpy_computes():
         running = getattr(model.stem_norm, name)[...]
         expected = 0.9 * before[name] + 0.1 * statistic
         np.testing.assert_allclose(running, expected, atol=1e-6)
-
-
-# The language model.
 
 
 def layer_norm(x, params):
@@ -394,9 +385,6 @@ def test_sizes_that_do_not_fit_are_refused(flax):
         ValueError, match=r"^features=64 does not divide by num_heads=5"
     ):
         TransformerConfig(num_heads=5)
-
-
-# Layouts.
 
 
 def whole_patterns(name, rules):

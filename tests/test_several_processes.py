@@ -383,9 +383,6 @@ def verified(run):
     return [len(result.differences) for result in results]
 
 
-# What is run, and where.
-
-
 def run_programs(names, *args):
     run, results = Run(*args), {}
     for name in names:
