@@ -278,15 +278,6 @@ def test_grain_takes_the_rows_and_remembers_their_place():
     assert [batch.tolist() for batch in other] == whole[1:]
 
 
-def batches_of(iterator):
-    return [jax.tree.map(np.asarray, batch) for batch in iterator]
-
-
-def assert_same(some, others):
-    assert len(some) == len(others)
-    jax.tree.map(np.testing.assert_array_equal, some, others)
-
-
 @pytest.mark.parametrize("mode", ["chunk", "pack"])
 def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     rows = data.pack_sequences(TEXTS, 4, mode=mode, targets=True, open_rows=3)
@@ -296,7 +287,7 @@ def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     dataset = data.distribute_dataset(
         rows, mesh.layout("batch", "model"), global_batch_size=8, epochs=2
     )
-    batches = batches_of(dataset)
+    batches = [jax.tree.map(np.asarray, batch) for batch in dataset]
     assert len(batches) % 2 == 0
     for epoch in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
         for name, leaf in whole.items():
