@@ -56,9 +56,6 @@ def test_a_jax_mesh_of_explicit_axes_trains_too():
 refused = functools.partial(refusal, ml.MeshLayoutError)
 
 
-# Which dim.
-
-
 WHOLE = {
     "small": "whole: smaller than min_bytes=8192",
     "kernel": "whole: no dim divides over 'batch'",
@@ -119,9 +116,6 @@ def test_the_axes_are_fsdp_or_else_those_of_the_batch():
     assert ml.parallel.fsdp(HYBRID, axes="fsdp") == ml.parallel.fsdp(HYBRID)
 
 
-# With the program.
-
-
 TABLES = {
     # shape, how tokens are looked up in it, the dim by which it is sharded
     "few rows": ((64, 512), lambda table, t: table[t], 0),
@@ -167,9 +161,6 @@ def test_with_the_program_a_loop_that_nothing_constrains_is_warned_of(constraine
     )
     found = [(str(each.message), each.filename) for each in caught]
     assert found == ([] if constrained else [(text, __file__)])
-
-
-# Maps that are values.
 
 
 def test_a_map_prints_compares_copies_and_pickles():
@@ -228,9 +219,6 @@ def test_own_rules_go_on_top_and_data_parallel_replicates_everything():
     assert specs(layouts, tree) == {"head": (None, None), "up/kernel": (None, "batch")}
 
 
-# States that follow.
-
-
 def image_loss(model, batch):
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -284,8 +272,6 @@ def test_optimizer_state_stays_on_the_host_with_the_same_numbers():
         # Other operations are fused: the last bits differ.
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-9)
 
-
-# Composition.
 
 COLUMNS = {"up/kernel": ml.Rule((None, "model"), note="columns"), "bias": ("model",)}
 

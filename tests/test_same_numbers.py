@@ -179,8 +179,6 @@ def programs():
     return chosen
 
 
-# What is compared.
-
 OPTIMIZER = raw_steps.optimizer()
 
 

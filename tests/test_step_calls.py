@@ -101,9 +101,6 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet():
     )
 
 
-# Arrays that are used up, and calls that fail.
-
-
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_used_up_state_is_named_wherever_it_is_used(devices):
     step, state, batch = make(devices)
@@ -209,9 +206,6 @@ def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(kind):
     assert found.to_host() == pytest.approx(expected.to_host(), rel=1e-5)
 
 
-# Devices.
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
     step, state, batch = make(devices)
@@ -245,9 +239,6 @@ def test_a_batch_on_other_devices_or_in_another_order_is_refused(kind, devices):
     batch = on(mesh_of(devices, batch=2), DATA)
     with pytest.raises(ValueError, match=r"incompatible devices.* batch\['x'\]"):
         STEPS[kind]()(state, batch)
-
-
-# Steps as objects.
 
 
 def test_steps_are_copied_and_pickled_without_what_was_compiled():

@@ -45,9 +45,6 @@ STEPS = {
 }
 
 
-# Batches from the host.
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
     shards = []
@@ -87,9 +84,6 @@ def test_rows_from_the_host_that_no_step_can_take_are_refused(
     state = create(mesh, rules={"kernel": (None, "model")})
     batch = jax.tree.map(lambda x: x[:rows], DATA)
     assert message_of(STEPS[name](), state, batch) == message
-
-
-# Devices that would all compute the same.
 
 
 MESSAGE = (
@@ -215,9 +209,6 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
     assert not caplog.records
 
 
-# Weights.
-
-
 def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
     data = jax.tree.map(lambda x: x[:13], DATA)
     (batch,) = ml.distribute_dataset(data, mesh, global_batch_size=16)
@@ -269,9 +260,6 @@ def test_what_weights_a_host_batch_carries_is_said_once(mesh, caplog):
     step(state, batch)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["examples are weighted by 'weight' of each batch."]
-
-
-# Functions, parameters and options that do not fit.
 
 
 def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():

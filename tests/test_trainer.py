@@ -82,9 +82,6 @@ def numpy_epochs(state, batches, epochs, rate=0.05):
     return w, b, losses
 
 
-# Training.
-
-
 def pair_loss(model, batch):
     x, y = batch
     return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
@@ -240,9 +237,6 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         assert "weights must be finite and not negative; " in message_of(
             trainer.evaluate, bad, **options
         )
-
-
-# Data.
 
 
 @pytest.mark.parametrize(
@@ -577,9 +571,6 @@ def test_predict_says_what_it_needs(mesh):
     )
 
 
-# No waiting.
-
-
 def test_nothing_is_read_before_the_end_of_an_epoch(trainer, monkeypatch, tmp_path):
     reads = []
     array = type(jnp.zeros(()))
@@ -618,9 +609,6 @@ def test_nothing_is_read_before_the_end_of_an_epoch(trainer, monkeypatch, tmp_pa
     assert len(reads) > before  # the spy sees reads
 
 
-# Overriding.
-
-
 @pytest.mark.slow
 def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
     images = np.random.default_rng(0).uniform(-1, 1, (29, 28, 28, 1))
@@ -639,9 +627,6 @@ def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *params)
         assert int(state[name].step) == 8
     assert doctest.testmod(gan).failed == 0
-
-
-# Interrupts and errors.
 
 
 class BangError(Exception):
@@ -689,9 +674,6 @@ def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
     assert signal.getsignal(signal.SIGINT) is before
     assert int(trainer.state.step) == 2
     assert np.isfinite(params_of(trainer.state)["kernel"]).all()
-
-
-# Messages.
 
 
 def test_an_error_in_a_later_batch_says_which_it_was(mesh):
@@ -834,9 +816,6 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
     assert message_of(WRONG[message], numbered(1, 2)).startswith(message)
 
 
-# Arrays.
-
-
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     orders = []
     for seed in (0, 0, 7):
@@ -846,9 +825,6 @@ def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     assert orders[0] == orders[1] != orders[2]
     assert [sorted(epoch) for epoch in orders[2]] == [list(range(10))] * 2
     assert orders[2][0] != orders[2][1] != list(range(10))
-
-
-# Batches without examples, and means over batches of several sizes.
 
 
 def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
