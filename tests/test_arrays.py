@@ -295,8 +295,7 @@ def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(16,), (0, 32, 2), (10, -6, -1), (0.5, 16.5), (8, 8)],
+    "arguments", [(16,), (0, 32, 2), (10, -6, -1), (0.5, 16.5), (8, 8)]
 )
 def test_arange_is_that_of_jax(arguments):
     made = ma.arange(*arguments, layout=BATCH_8.layout("batch"))

@@ -101,10 +101,7 @@ class LinenEverything(nn.Module):
         x = nn.Dense(16)(x)
         x = nn.BatchNorm(use_running_average=False)(x)
         x, _ = nn.scan(
-            Layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=4,
+            Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4
         )()(x, None)
         self.variable("cache", "seen", lambda: jnp.zeros((8,), jnp.int32))
         return nn.Dense(8, kernel_init=nn.initializers.orthogonal())(x)

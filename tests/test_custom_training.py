@@ -21,11 +21,7 @@ import meshlayout as ml
 from meshlayout.distribute import get_replica_context
 from meshlayout.errors import MetricError
 from models.convnet import ConvNet
-from models.custom_training import (
-    LEARNING_RATE,
-    CustomTraining,
-    accuracy_on_one_device,
-)
+from models.custom_training import LEARNING_RATE, CustomTraining, accuracy_on_one_device
 from models.data import Split
 from models.mlp import MLP
 from tests.processes import ROOT

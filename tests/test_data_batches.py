@@ -607,7 +607,7 @@ def test_what_loses_or_narrows_data_is_logged_once(caplog):
         for _ in range(2):
             list(data)
     assert [record.getMessage() for record in caplog.records] == [
-        "remainder='drop' drops 4 of 20 rows in every epoch.",
+        "remainder='drop' drops 4 of 20 rows in every epoch."
     ]
     caplog.clear()
     with caplog.at_level("WARNING", logger="meshlayout"):

@@ -160,11 +160,7 @@ def test_a_data_loader_gives_every_example(mesh, torch, name):
 @pytest.mark.slow
 def test_workers_of_a_data_loader_give_every_example_and_their_errors(mesh, torch):
     # JAX runs threads, which a forked process does not survive.
-    options = {
-        "batch_size": 4,
-        "num_workers": 2,
-        "multiprocessing_context": "spawn",
-    }
+    options = {"batch_size": 4, "num_workers": 2, "multiprocessing_context": "spawn"}
     loader = torch.utils.data.DataLoader(Rows(), **options)
     check(distribute_dataset(loader, mesh, global_batch_size=8), ALL)
     loader = torch.utils.data.DataLoader(Rows(bad=13), **options)
@@ -300,10 +296,7 @@ FIX = "with the dataset's map or filter."
 MISSING = f"has rows that are None. Fill them in, or leave them out, {FIX}"
 WRONG_COLUMNS = {
     "missing": ([None, 2] * 4, MISSING),
-    "missing floats in structures": (
-        [{"a": None}, {"a": 2.5}] * 4,
-        MISSING,
-    ),
+    "missing floats in structures": ([{"a": None}, {"a": 2.5}] * 4, MISSING),
     "ragged": (
         [[1], [2, 3]] * 4,
         "is i64[2], and must be i64[1]: all examples have the shape and dtype of the "

@@ -352,11 +352,7 @@ def sources(num_rows: int, sizes: list[int]) -> dict[str, Any]:
         "seekable examples": (Seekable(listed), {}, {}),
         "seekable batches": (Seekable(cut), {"batched": True}, {}),
         "generator": (examples(num_rows), {}, {"skip": True}),
-        "generator of batches": (
-            lambda: iter(cut),
-            {"batched": True},
-            {"skip": True},
-        ),
+        "generator of batches": (lambda: iter(cut), {"batched": True}, {"skip": True}),
     }
 
 

@@ -617,10 +617,7 @@ DIFFER = {
         OTHER.format("8 rows in batch 4", "no rows in batch 4"),
         3,
     ),
-    "another position": (
-        OTHER.format("8 rows in batch 1", "8 rows in batch 2"),
-        0,
-    ),
+    "another position": (OTHER.format("8 rows in batch 1", "8 rows in batch 2"), 0),
     "rows of other numbers, with noise": (DIFFERS, 0),
     "the same part of rows that both hold": ("worked", 16),
     "the same rows, with noise": ("worked", 16),
@@ -729,8 +726,5 @@ def test_each_replica_takes_one_of_its_pipelines_batches_in_turn(two):
 
 
 def test_a_process_without_devices_in_the_mesh_gets_arrays_without_shards(two):
-    assert two[0]["other mesh"] == {
-        "shapes": [[[8, 4], 2]] * 3,
-        "rows": list(range(8)),
-    }
+    assert two[0]["other mesh"] == {"shapes": [[[8, 4], 2]] * 3, "rows": list(range(8))}
     assert two[1]["other mesh"] == {"shapes": [[[8, 4], 0]] * 3, "rows": []}

@@ -59,11 +59,7 @@ def listed(rows):
 
 def test_chunks_are_the_concatenation_cut_into_rows():
     rows = list(data.pack_sequences(["abc", "defg", "h"], 3))
-    assert [bytes(row["tokens"].tolist()) for row in rows] == [
-        b"abc",
-        b"def",
-        b"gh\0",
-    ]
+    assert [bytes(row["tokens"].tolist()) for row in rows] == [b"abc", b"def", b"gh\0"]
     assert [row["weight"].tolist() for row in rows] == [[1] * 3, [1] * 3, [1, 1, 0]]
     assert {name: leaf.dtype for name, leaf in rows[0].items()} == {
         "tokens": "int32",

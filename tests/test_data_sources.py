@@ -95,10 +95,7 @@ def test_a_prepared_directory_gives_every_example_as_it_was(prepared):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (
-            lambda d: (d / "dataset_info.json").unlink(),
-            "it has no dataset_info.json",
-        ),
+        (lambda d: (d / "dataset_info.json").unlink(), "it has no dataset_info.json"),
         (
             lambda d: [
                 os.truncate(x, x.stat().st_size // 2)

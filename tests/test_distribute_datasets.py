@@ -193,10 +193,7 @@ BAD_SOURCES = [
         (np.arange(4),),
         "the first element of the source is of single examples, " + INFERRED.format(2),
     ),
-    (
-        (np.arange(4.0), 3),
-        "a global batch of 3 rows does not divide into 2 replicas",
-    ),
+    ((np.arange(4.0), 3), "a global batch of 3 rows does not divide into 2 replicas"),
 ]
 
 

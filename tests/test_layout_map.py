@@ -40,11 +40,7 @@ def test_it_is_a_mapping(mesh):
 
 
 def test_equal_maps_pickles_and_copies(mesh):
-    rules = {
-        "a": ("batch",),
-        "b": max,
-        "c": ml.Rule(("model",), on_uneven="replicate"),
-    }
+    rules = {"a": ("batch",), "b": max, "c": ml.Rule(("model",), on_uneven="replicate")}
     options = {"default": ("batch", ...), "conflict": "first", "on_uneven": "replicate"}
     layouts = ml.LayoutMap(mesh.jax_mesh, rules, **options)
     assert ml.LayoutMap(mesh, dict(layouts), **options) == layouts == layouts | {}

@@ -27,12 +27,7 @@ SMALL = TransformerConfig(
 NARROW = 8  # a ResNet's width, where it is run
 KEY = 0
 
-MODULES = {
-    "mlp": mlp,
-    "convnet": convnet,
-    "resnet": resnet,
-    "transformer": transformer,
-}
+MODULES = {"mlp": mlp, "convnet": convnet, "resnet": resnet, "transformer": transformer}
 EVERY_LAYOUT = [
     (name, rules)
     for name, module in MODULES.items()

@@ -241,9 +241,7 @@ def equinox(make: Callable[[Any], Any], batch: np.ndarray) -> Published:
         return jax.vmap(eqx.combine(params, static))(batch["x"])
 
     return Published(
-        lambda: eqx.filter(make(jax.random.key(KEY)), eqx.is_array),
-        apply,
-        {"x": batch},
+        lambda: eqx.filter(make(jax.random.key(KEY)), eqx.is_array), apply, {"x": batch}
     )
 
 
@@ -356,10 +354,7 @@ RULES: dict[
         {"batch": 8},
         lambda mesh, model: ml.parallel.data_parallel(mesh),
     ),
-    "fsdp": (
-        {"batch": 8},
-        lambda mesh, model: ml.parallel.fsdp(mesh, min_bytes=0),
-    ),
+    "fsdp": ({"batch": 8}, lambda mesh, model: ml.parallel.fsdp(mesh, min_bytes=0)),
     "tensor_parallel": (
         {"batch": 2, "model": 4},
         lambda mesh, model: ml.parallel.tensor_parallel(

@@ -26,11 +26,7 @@ def lines(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(README.parent),
-        },
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent)},
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip().splitlines()

@@ -55,11 +55,7 @@ def test_arrays_are_written_with_the_short_names_of_jax():
 def test_wide_letters_and_line_breaks_do_not_break_the_table():
     rows = [["日本", "x"], ["e\u0301", "x"], ["x\ny", "\x1b[31mred"]]
     text = _render.text_table(["a", "b"], rows)
-    assert text.splitlines()[2:] == [
-        "日本  x",
-        "e\u0301     x",
-        "x\\ny  \\x1b[31mred",
-    ]
+    assert text.splitlines()[2:] == ["日本  x", "e\u0301     x", "x\\ny  \\x1b[31mred"]
 
 
 def test_html_tables_escape_whatever_a_user_wrote_and_take_the_colors_of_the_page():
