@@ -76,12 +76,8 @@ def as_examples(source):
 
 
 def as_batches(source, sizes):
-    found, start = [], 0
-    for size in sizes:
-        part = {key: leaf[start : start + size] for key, leaf in source.items()}
-        found.append(part)
-        start += size
-    return found
+    cuts = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [{key: leaf[a:b] for key, leaf in source.items()} for a, b in cuts]
 
 
 class Reiterable:
@@ -315,8 +311,7 @@ def test_batches_have_the_layouts_that_were_asked_for(name):
     assert {shard.data.shape for shard in shards} == {shard_shape}
     for shard in shards:
         np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
-    first = None if specs[0] is None else specs[0]
-    assert ml.fetch_layout(batch["weight"]) == mesh.layout(first)
+    assert ml.fetch_layout(batch["weight"]) == mesh.layout(specs[0])
 
 
 DTYPES = [
@@ -601,22 +596,16 @@ class ReadsRows:
 
 
 def test_what_loses_or_narrows_data_is_logged_once(caplog):
-    source = {"y": np.arange(20)}
-    with caplog.at_level("WARNING", logger="meshlayout"):
+    rows = columns(20)
+    for source, said in (
+        (rows, "remainder='drop' drops 4 of 20 rows in every epoch."),
+        (lambda: iter(as_examples(rows)), "Dropped the last 4 rows of an epoch."),
+    ):
+        caplog.clear()
         data = distributed(source, remainder="drop")
         for _ in range(2):
             list(data)
-    assert [record.getMessage() for record in caplog.records] == [
-        "remainder='drop' drops 4 of 20 rows in every epoch."
-    ]
-    caplog.clear()
-    with caplog.at_level("WARNING", logger="meshlayout"):
-        data = distributed(lambda: iter(as_examples(columns(20))), remainder="drop")
-        for _ in range(2):
-            list(data)
-    assert [record.getMessage() for record in caplog.records] == [
-        "Dropped the last 4 rows of an epoch."
-    ]
+        assert caplog.messages == [said]
 
 
 ODD = [None, float("nan"), -1, 0, "x", object()]
@@ -721,6 +710,6 @@ def test_a_source_with_other_rows_than_it_says_is_told(caplog):
         num_rows = 24
 
     list(distributed(Liar(batched=False)))
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "The source says that an epoch has 24 rows, and epoch 1 has 20."
     ]

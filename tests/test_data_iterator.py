@@ -68,6 +68,7 @@ def no_threads_stay():
     assert wait_for(no_threads)
 
 
+EPOCH = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
 SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 
 
@@ -76,7 +77,7 @@ SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 def test_islice_of_one_iterator_goes_on_where_it_ended(source, prefetch):
     options = {"batched": True} if source is SOURCES[2] else {}
     data = distributed(source, epochs=None, prefetch=prefetch, **options)
-    first, second, third = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    first, second, third = EPOCH
     it = iter(data)
     assert rows_of(itertools.islice(it, 2)) == [first, second]
     state = it.get_state()
@@ -105,9 +106,8 @@ def test_epochs_may_have_no_end(source, remainder):
     with pytest.raises(TypeError, match="does not know how many batches it has"):
         len(data)
     found = rows_of(itertools.islice(data, 7))
-    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
     if remainder == "pad":
-        assert found == [*one, *one, one[0]]
+        assert found == [*EPOCH, *EPOCH, EPOCH[0]]
     else:
         assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
 
@@ -254,18 +254,10 @@ def test_closing_does_not_wait_for_a_source_that_blocks():
 
 
 def test_at_most_as_many_batches_as_asked_for_are_made_ready():
-    made = []
-
-    class Source:
-        def __len__(self):
-            return 400
-
-        def __getitem__(self, row):
-            made.append(row)
-            return {"y": row}
-
+    source = Counted(400)
+    made = source.asked
     for prefetch in (0, 1, 3):
-        it = iter(distributed(Source(), prefetch=prefetch))
+        it = iter(distributed(source, prefetch=prefetch))
         made.clear()
         next(it)
         wait_for(lambda: len(made) >= 4 * (1 + prefetch))  # noqa: B023
@@ -486,15 +478,12 @@ def test_what_is_not_a_state_is_refused():
 
 
 def test_the_report_counts_rows_and_seconds():
-    class Slow:
-        def __len__(self):
-            return 8
-
+    class Slow(Counted):
         def __getitem__(self, row):
             time.sleep(0.005)
-            return {"y": row}
+            return super().__getitem__(row)
 
-    data = distributed(Slow())
+    data = distributed(Slow(8))
     list(data)
     report = data.report()
     assert (report.rows, report.batches, report.notes) == (8, 2, ())

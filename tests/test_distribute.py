@@ -23,11 +23,6 @@ from tests.flax_versions import set_value
 from tests.replicas import made, mirrored, parts_of, scale, split, total, values_of
 
 
-@pytest.fixture
-def two():
-    return mirrored(2)
-
-
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.hidden = nnx.Linear(4, 8, rngs=rngs)

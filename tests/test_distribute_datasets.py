@@ -13,11 +13,6 @@ from tests.error_messages import message_of
 from tests.replicas import mirrored, parts_of, total, values_of
 
 
-@pytest.fixture(scope="module")
-def two():
-    return mirrored(2)
-
-
 @pytest.mark.parametrize("options", [{}, {"per_process": True}])
 def test_a_short_batch_of_six_on_two_replicas_is_three_and_three(two, options):
     full, short = two.distribute_dataset(np.arange(14, dtype=np.int32), 8, **options)

@@ -27,11 +27,6 @@ X = np.arange(8, dtype="float32")
 ROWS = np.arange(12, dtype="float32").reshape(4, 3)
 
 
-@pytest.fixture
-def two():
-    return mirrored(2)
-
-
 def ways_to(*models):
     """Returns functions, each of which has a way of its own to one of the models."""
     kept = types.SimpleNamespace(model_1=models[0])

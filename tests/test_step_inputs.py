@@ -163,7 +163,7 @@ def test_rows_that_all_devices_compute_are_told_once(caplog):
     train_step, batch = ml.make_train_step(squares), ml.relayout(DATA, mesh.layout(...))
     for _ in range(2):
         state, _ = train_step(state, batch)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert caplog.messages == [
         "the batch is sharded over no axis, so that all 8 devices compute all of its "
         "16 rows. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or take "
         "ml.distribute_dataset."
@@ -195,7 +195,7 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
     mesh = mesh_of(rows=8)
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=8, epochs=2)
     assert len(list(data)) == 4
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "every device of Mesh(rows=8) gets all rows of each batch: none of its axes "
         "has one of the names that shard batches, 'batch', 'data', 'replica', 'fsdp', "
         "'dp', 'ddp', 'data_parallel'. Name the axis so, or give a layout in place of "
@@ -258,8 +258,7 @@ def test_what_weights_a_host_batch_carries_is_said_once(mesh, caplog):
     state, _ = step(create(mesh), batch)
     eval_step(state, batch)
     step(state, batch)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["examples are weighted by 'weight' of each batch."]
+    assert caplog.messages == ["examples are weighted by 'weight' of each batch."]
 
 
 def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():

@@ -132,10 +132,6 @@ REFUSED = {
         "'batch' and 'model'. Did you mean 'model'?"
     ),
     "--mesh batch=16": "argument --mesh: ...",
-    "--layouts expert --mesh batch=2,expert=4 --batch-size 12": (
-        "argument --global-batch-size: 12 does not divide into 8 shards over mesh "
-        "axis 'batch' and 'expert'; nearest that do: 8 and 16"
-    ),
     "--mesh model=8 --layouts fsdp+tensor": (
         "argument --layouts: fsdp+tensor needs a mesh with an axis 'batch'; --mesh "
         "model=8 has none"

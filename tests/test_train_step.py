@@ -187,21 +187,16 @@ def test_the_loss_function_gets_what_it_asks_for(mesh, is_training):
     assert (found[0] != found[1]) == is_training
 
 
-class Mode(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.dropout(self.linear(x)))
-
-
 def test_eval_and_predict_steps_take_the_model_at_rest_and_change_nothing(mesh):
-    state = create(mesh, lambda: Mode(nnx.Rngs(0)))
-    before = state.params, state.model_state["norm"]
+    def build():
+        rngs = nnx.Rngs(0)
+        linear, norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        return nnx.Sequential(linear, nnx.Dropout(0.5, rngs=rngs), norm)
+
+    state = create(mesh, build)
+    before = state.params, state.model_state["layers"][2]
     kept = on_host(before)
-    params = kept[0]["linear"]
+    params = kept[0]["layers"][0]
     made = (X @ params["kernel"] + params["bias"]) / np.sqrt(1 + 1e-5)
     predict_step = ml.make_predict_step(lambda model, batch: model(batch["x"]))
     assert_close(predict_step(state, on(mesh, DATA)), made)

@@ -3,6 +3,7 @@
 import doctest
 import io
 import itertools
+import logging
 import signal
 import traceback
 import warnings
@@ -193,8 +194,7 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     is_tuple = len(arrays) == 2 or name.startswith(("tuple", "lists"))
     advice = ". Batches are tuples: write x, y, *_ = batch, and give Trainer "
     said += f"{advice}weights=2; or use dicts." if is_tuple else "."
-    texts = [record.getMessage() for record in caplog.records]
-    assert texts.count(said) == (name in [*FITS][7:])
+    assert caplog.messages.count(said) == (name in [*FITS][7:])
 
 
 def test_with_a_batch_size_items_that_could_be_batches_are_examples(mesh):
@@ -230,9 +230,9 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         trainer = ml.Trainer(state, loss_fn)
         measured = trainer.evaluate(make({**data, "weight": weight}), **options)
         np.testing.assert_allclose(measured["loss"], expected, rtol=1e-6)
-        (record,) = caplog.records
-        assert f"xamples are weighted by {said}" in record.getMessage()
-        assert record.levelname == "WARNING"
+        ((_, level, text),) = caplog.record_tuples
+        assert f"xamples are weighted by {said}" in text
+        assert level == logging.WARNING
         bad = make({**data, "weight": -weight})
         assert "weights must be finite and not negative; " in message_of(
             trainer.evaluate, bad, **options
@@ -249,10 +249,7 @@ def test_weights_under_another_name_are_told_of(name, weighted, mesh, caplog):
         caplog.clear()
         trainer = ml.Trainer(create_state(mesh), loss_fn)
         quiet_fit(trainer, source, 2, **options)
-        texts = [
-            x.getMessage() for x in caplog.records if "not weight" in x.getMessage()
-        ]
-        assert texts == [
+        assert [text for text in caplog.messages if "not weight" in text] == [
             f"the data's entry {weighted!r} does not weight the examples. If it is to, "
             f"give Trainer weights={weighted!r}."
         ] * bool(weighted)
@@ -447,26 +444,20 @@ def test_codes_of_missing_values_are_noted(mesh, caplog):
     trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(16)
     for codes in ([-1, 0, 1, 2], [-1, 1, 1, 1], [-2, -1, 0, 1]):
         quiet_fit(trainer, {**data, "code": np.array(codes * 4)}, batch_size=8)
-    assert (
-        caplog.messages.count(
-            "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
-            "index, it is the last one."
-        )
-        == 1
+    said = (
+        "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
     )
+    assert caplog.messages.count(f"{said}index, it is the last one.") == 1
 
 
 def test_validation_without_an_end_is_noted(mesh, caplog):
     trainer, batch = ml.Trainer(create_state(mesh), loss_fn), examples(8)
     endless = lambda: itertools.islice(itertools.repeat(batch), 120)
     quiet_fit(trainer, [batch], validation_data=endless)
-    assert (
-        caplog.messages.count(
-            "validation has not ended after 110 batches: is its data endless? Use lambda: "
-            "itertools.islice(data, n)."
-        )
-        == 1
+    said = (
+        "validation has not ended after 110 batches: is its data endless? Use lambda: "
     )
+    assert caplog.messages.count(f"{said}itertools.islice(data, n).") == 1
 
 
 def test_layouts_that_the_state_does_not_have_are_refused(mesh):
