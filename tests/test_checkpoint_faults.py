@@ -65,8 +65,10 @@ def is_state_of(step, state):
 def resumed(directory):
     """The step that a resumed run gets whole, and what it warned of."""
     position = Position()
-    with warnings.catch_warnings(record=True) as caught, Checkpointer(directory) as ck:
-        warnings.simplefilter("always")
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        Checkpointer(directory) as ck,
+    ):
         found = ck.resume(state_of(0), data=position)
     said = [str(one.message) for one in caught if one.category is CheckpointWarning]
     return position.state if is_state_of(position.state, found) else None, said

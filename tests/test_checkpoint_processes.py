@@ -261,8 +261,7 @@ def faults(directory):
         (Path(directory) / "4" / "orbax.checkpoint").write_text("?")
     told["damaged"] = outcome_of(ck.restore, state)
     position = Position()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         made = ck.resume(state, data=position)
     told["warned"] = [str(one.message).partition(".")[0] for one in caught]
     told["same"] = shards(made) == shards(state)

@@ -128,12 +128,8 @@ def test_what_was_saved_under_a_strategy_is_restored_without_one(tmp_path):
         plain_state = ck.restore(plain.state)
     model = plain_state["model"]
     assert len(model.hidden.kernel[...].sharding.device_set) == 1
-    for restored, saved in zip(
-        jax.tree.leaves(nnx.state(plain_state)),
-        jax.tree.leaves(nnx.state(training.state)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(restored, saved)
+    pair = map(nnx.state, (plain_state, training.state))
+    jax.tree.map(np.testing.assert_array_equal, *pair)
     _, accuracy = training.test(batches)
     assert accuracy_on_one_device(
         model, split.images, split.labels, SIZE

@@ -19,6 +19,7 @@ from flax.core import FrozenDict
 import meshlayout as ml
 from meshlayout import data as md
 from tests.error_messages import message_of
+from tests.seekable import SeekableIterator
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -411,9 +412,8 @@ def test_rows_that_were_not_asked_for_are_refused():
     def too_few(indices, epoch):
         return {"y": np.zeros(max(1, len(indices) - 1), "int32")}
 
-    assert (
-        refused(ReadsRows(too_few)) == f"leaf 'y' is i32[7], and must be i32[8]: {ALL}"
-    )
+    said = f"leaf 'y' is i32[7], and must be i32[8]: {ALL}"
+    assert refused(ReadsRows(too_few)) == said
     several = ReadsRows(lambda indices, epoch: {"y": np.append(indices, 0)})
     assert refused(several).startswith("leaf 'y' is i64[9], and must be i64[8]")
     without = ReadsRows(lambda indices, epoch: {"y": 1.0})
@@ -532,31 +532,9 @@ class Socket:
         self.batched = batched
 
     def open(self, epoch):
-        return SocketPass(self.batched)
-
-
-class SocketPass:
-    def __init__(self, batched):
-        self.batched, self.row = batched, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.row >= 20:
-            raise StopIteration
-        start, self.row = self.row, self.row + (5 if self.batched else 1)
-        rows = np.arange(start, self.row, dtype=np.int32)
-        return {"y": rows if self.batched else rows[0]}
-
-    def get_state(self):
-        return self.row
-
-    def set_state(self, state):
-        self.row = state
-
-    def close(self):
-        pass
+        rows = np.arange(20, dtype=np.int32)
+        elements = rows.reshape(4, 5) if self.batched else rows
+        return SeekableIterator([{"y": each} for each in elements])
 
 
 def test_a_users_own_source_with_random_access_is_taken():

@@ -259,10 +259,8 @@ def test_a_hugging_face_dataset_gives_its_columns_in_their_own_dtypes(
     assert len(data) == 3
     found = rows(data)
     order = found["y"]
-    assert (
-        order.tolist()
-        == rows(distribute_dataset({"y": Y}, mesh, **options))["y"].tolist()
-    )
+    expected = rows(distribute_dataset({"y": Y}, mesh, **options))["y"]
+    assert order.tolist() == expected.tolist()
 
     def equal(values, column):
         np.testing.assert_array_equal(values, column[order])

@@ -17,6 +17,7 @@ import pytest
 
 import meshlayout as ml
 from tests.error_messages import message_of
+from tests.seekable import Seekable
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -290,36 +291,6 @@ def test_an_older_iterator_does_not_move_the_next_iteration():
     assert rows_of(second) == expected[3:6]
     assert rows_of(first) == expected[:3]
     assert rows_of(data) == expected[6:]
-
-
-class Seekable:
-    """An iterable whose iterator tells its place, as Grain's does."""
-
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return SeekableIterator(self.elements)
-
-
-class SeekableIterator:
-    def __init__(self, elements):
-        self.elements, self.at = elements, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.elements):
-            raise StopIteration
-        self.at += 1
-        return self.elements[self.at - 1]
-
-    def get_state(self) -> Any:
-        return {"next": self.at}
-
-    def set_state(self, state):
-        self.at = state["next"]
 
 
 def in_batches(num_rows: int, sizes: list[int]) -> list[dict[str, Any]]:

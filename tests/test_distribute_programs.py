@@ -110,8 +110,7 @@ def test_a_cell_that_is_bound_to_another_object_means_that_one(two):
     for factor, other in ((2, 5), (2, 4), (3, 4)):
         model = model if factor == 2 else scale(two, factor)
         used, shift = {"model": scale(two, other)}, jnp.float32(other)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RecompileWarning)
+        with warnings.catch_warnings(action="ignore", category=RecompileWarning):
             result = total(two, two.run(evaluate, (split(two, X),)), 0)
         assert result == (other + factor) * X.sum() + 8 * other
 
@@ -182,8 +181,7 @@ def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
     def evaluate(x):
         return holder.model(x)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for factor in range(5):
             holder.model = scale(two, factor)  # the one before is freed
             two.run(evaluate, (split(two, X),))

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import meshlayout as ml
 from models import mlp
 from tests.bad_values import refusal
+from tests.small_states import assert_close
 
 
 EIGHT = ml.create_mesh({"batch": 8})
@@ -148,8 +149,7 @@ def test_with_the_program_a_loop_that_nothing_constrains_is_warned_of(constraine
         return jax.lax.scan(layer, x, params["b"])[0]
 
     params, x = abstract({"b": (4, 512, 512)}), abstract((16, 32, 512))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         layouts = ml.parallel.fsdp(EIGHT, params, x, call=call)
     assert specs(layouts, params) == {"b": (None, "batch", None)}
     text = (
@@ -247,10 +247,7 @@ def test_hybrid_steps_give_the_numbers_of_one_device():
     expected, losses = trained(ml.parallel.data_parallel(one), optimizer)
     state, found = trained(ml.parallel.fsdp(HYBRID), optimizer)
     np.testing.assert_allclose(found, losses, rtol=1e-5)  # sums in another order
-    for x, y in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+    assert_close(state.params, expected.params, rtol=1e-7, atol=1e-5)
     sharded = {leaf.sharding.spec for leaf in jax.tree.leaves(state.params)}
     assert any("fsdp" in str(spec) for spec in sharded)
 
@@ -268,9 +265,8 @@ def test_optimizer_state_stays_on_the_host_with_the_same_numbers():
     assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
     expected_slots = [x for x in jax.tree.leaves(expected.opt_state) if x.ndim]
-    for x, y in zip(slots, expected_slots, strict=True):
-        # Other operations are fused: the last bits differ.
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-9)
+    # Other operations are fused: the last bits differ.
+    assert_close(slots, expected_slots, rtol=1e-5, atol=1e-9)
 
 
 COLUMNS = {"up/kernel": ml.Rule((None, "model"), note="columns"), "bias": ("model",)}
@@ -357,8 +353,7 @@ def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
 def test_unused_rules_of_any_part_are_treated_as_it_says(unused):
     part = ml.LayoutMap(GRID, {"nowhere": ("model",)}, unused=unused)
     layouts = ml.parallel.compose(ml.parallel.fsdp(GRID), part)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             ml.create(lambda: {"w": jnp.ones(8)}, layouts)
             found = "warn" if caught else "ignore"

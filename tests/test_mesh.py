@@ -28,8 +28,12 @@ def ids(mesh):
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
+NAMES = st.text("abcxyz_:;-.'\"\\ü{}[]", min_size=1, max_size=6)
+KINDS = st.sampled_from(AxisType)
+
+
 @st.composite
-def meshes(draw):
+def meshes(draw, name=NAMES, kind=KINDS):
     sizes = draw(
         st.lists(st.sampled_from([1, 2, 3, 4, 5, 8]), min_size=1, max_size=4).filter(
             lambda sizes: math.prod(sizes) <= 8
@@ -37,9 +41,8 @@ def meshes(draw):
     )
     count = len(sizes)
     devices = draw(st.permutations(jax.devices()))[: math.prod(sizes)]
-    name = st.text("abcxyz_:;-.'\"\\ü{}[]", min_size=1, max_size=6)
     names = draw(st.lists(name, min_size=count, max_size=count, unique=True))
-    types = [draw(st.sampled_from(AxisType)) for _ in sizes]
+    types = [draw(kind) for _ in sizes]
     pairs = list(zip(names, sizes, strict=True))
     return create_mesh(pairs, devices=devices, axis_types=types)
 

@@ -299,9 +299,8 @@ def test_the_language_model_is_what_numpy_computes(model):
     _, variables = linen_variables("transformer", model, SMALL)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), variables["params"])
     expected = [numpy_logits(params, row, SMALL.num_heads) for row in tokens]
-    np.testing.assert_allclose(
-        run(model, tokens), expected, atol=2e-5
-    )  # float32's rounding
+    # float32's rounding
+    np.testing.assert_allclose(run(model, tokens), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -119,10 +119,8 @@ def test_rows_are_padded_and_tokens_of_no_expert_add_nothing():
 def test_experts_see_true_rows_alone_as_gradients_of_zeros_may_be_nan():
     def normalized(scale, rows, group_sizes):
         rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
-        return (
-            rows
-            * jnp.repeat(scale, group_sizes, total_repeat_length=len(rows))[:, None]
-        )
+        scales = jnp.repeat(scale, group_sizes, total_repeat_length=len(rows))
+        return rows * scales[:, None]
 
     x, index = tokens(8, 2, lead=(11, 6))[0][0], jnp.arange(132).reshape(11, 6, 2) % 3
     run = functools.partial(dispatch, axis="expert", mesh=mesh_of(batch=2, expert=4))

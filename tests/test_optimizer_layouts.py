@@ -250,9 +250,8 @@ def test_zero_rule_extends_the_layout_that_a_slot_has(mesh):
         "d": "[unsharded, unsharded]",
     }
     assert resolved["a"].layout == mesh.layout(None, "model")
-    assert (
-        resolved["opt_state/0/mu/c"].note == "whole: 8 elements, fewer than min_size=16"
-    )
+    note = resolved["opt_state/0/mu/c"].note
+    assert note == "whole: 8 elements, fewer than min_size=16"
     assert resolved["opt_state/0/mu/d"].note == "whole: no dim divides over 'batch'"
 
 

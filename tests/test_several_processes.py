@@ -386,8 +386,7 @@ def verified(run):
 def run_programs(names, *args):
     run, results = Run(*args), {}
     for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             results[name] = PROGRAMS[name](run)
     return json.loads(json.dumps(results))
 

@@ -32,13 +32,9 @@ LOOK = (
 )
 
 
-def attempt(function, *args, **kwargs):
+def attempt(*call, **kwargs):
     """The message of the error of a call; "" if it works."""
-    try:
-        function(*args, **kwargs)
-    except ClusterError as error:
-        return str(error)
-    return ""
+    return refusal(ClusterError, *call, **kwargs) or ""
 
 
 def job(ports):

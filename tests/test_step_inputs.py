@@ -221,8 +221,7 @@ def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
 
     with pytest.warns(UserWarning, match="^means does not read the batch's weights,"):
         ml.compile_step(means)({"w": jnp.zeros(2)}, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         ml.compile_step(weighted)({"w": jnp.zeros(2)}, batch)
 
 

@@ -456,8 +456,7 @@ def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
     module, x = _Normalized(), np.arange(16, dtype="float32").reshape(8, 2)
     build = lambda: module.init(jax.random.key(0), x)
     state = ml.TrainState.create(build, optax.sgd(0.1), module=module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         new, _ = ml.make_train_step(loss_fn)(state, x)
     mean = new.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert bool(caught) == (not np.any(mean))
@@ -490,8 +489,7 @@ def test_layers_built_in_evaluation_mode_stay_in_it(frozen, is_evaluated):
     loss_fn = lambda model, x: (model(x), {"zeros": (model(x) == 0).any(axis=-1)})
     metrics = {"zeros": ml.metrics.Mean(values="zeros")}
     x = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         new, measured = ml.make_train_step(loss_fn, metrics=metrics)(state, x)
     is_normed = is_evaluated or "norm" in frozen
     assert np.any(new.model_state["norm"]["mean"]) == (not is_normed)

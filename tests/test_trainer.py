@@ -705,8 +705,7 @@ def test_losses_of_each_row_with_each_label_give_a_warning(mesh, loss):
         inputs = {"x": data["x"]} if name == "pairs" else data
         trainer = ml.Trainer(create_state(mesh), function)
         allow = jax.numpy_rank_promotion("allow")  # as in users' programs
-        with allow, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with allow, warnings.catch_warnings(record=True, action="always") as caught:
             trainer.evaluate(inputs, batch_size=8)
         texts = [str(x.message) for x in caught if "broadcast" in str(x.message)]
         assert bool(texts) == (name == "broadcast")

@@ -89,8 +89,7 @@ def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
     before = dict(os.environ)
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
     monkeypatch.setattr(jax, "devices", lambda: chips)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert virtual_devices(8) == chips
     assert [str(warning.message) for warning in said] == [
         "virtual_devices(8) has no effect here: JAX runs on 4 TPU devices. "
