@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshlayout as ml
 from meshlayout import arrays as ma
+from tests.error_messages import message_of
 
 
 P = PartitionSpec
@@ -382,17 +383,15 @@ BAD = {
 
 @pytest.mark.parametrize("code", BAD)
 def test_what_is_refused_says_where_what_and_the_way_out(code):
-    with pytest.raises(ml.errors.LayoutError) as caught:
-        eval(code)
-    assert str(caught.value) == BAD[code]
+    assert message_of(eval, code, globals(), error=ml.errors.LayoutError) == BAD[code]
 
 
 def test_a_shard_inside_shard_map_cannot_be_moved():
     move = lambda x: ma.relayout({"x": x}, BATCH_8.layout(ml.MATCH, None))
     options = {"mesh": BATCH_8.jax_mesh, "in_specs": P("batch"), "out_specs": P()}
-    with pytest.raises(ml.errors.LayoutError) as caught:
-        jax.shard_map(move, **options)(jnp.ones((16, 8)))
-    assert str(caught.value) == (
+    assert message_of(
+        jax.shard_map(move, **options), jnp.ones((16, 8)), error=ml.errors.LayoutError
+    ) == (
         "x f32[2, 8]: inside shard_map every device works on its own shard, which "
         "relayout cannot move. Call it outside shard_map."
     )

@@ -219,9 +219,8 @@ def test_the_lines_of_epochs_fit_the_terminal(state, width):
     (line,) = [x for x in lines if x.startswith("epoch 1/2  loss") and "step" not in x]
     facts = [" s", " left", " examples/s"]
     count = {200: 3, 100: 2, 70: 0}.get(width, 0)
-    assert [fact for fact in facts if f"{fact}," in line or f"{fact})" in line] == (
-        facts[:count]
-    )
+    shown = [fact for fact in facts if f"{fact}," in line or f"{fact})" in line]
+    assert shown == facts[:count]
     assert line.endswith("…") == (width <= 40)
 
 

@@ -141,6 +141,7 @@ class Named(typing.NamedTuple):
 
 
 NINE, HALVES = np.arange(9), np.full(9, 0.5, np.float32)
+FIRST = [1, *[0] * 7]
 WEIGHTED = {
     "own": ({"x": NINE, "weight": HALVES}, "weight", [0.5, *[0] * 7]),
     "own, of tokens": (
@@ -148,21 +149,13 @@ WEIGHTED = {
         "weight",
         [[1, 1], *[[0, 0]] * 7],
     ),
-    "another name": ({"x": NINE}, "mask", [1, *[0] * 7]),
-    "appended": ((NINE, NINE), 2, [1, *[0] * 7]),
+    "another name": ({"x": NINE}, "mask", FIRST),
+    "appended": ((NINE, NINE), 2, FIRST),
     "own, of a tuple": ((NINE, HALVES), 1, [0.5, *[0] * 7]),
     "own, of a named tuple": (Named(HALVES, HALVES), "weight", [0.5, *[0] * 7]),
-    "of an OrderedDict": (
-        collections.OrderedDict(y=HALVES, x=NINE),
-        "weight",
-        [1, *[0] * 7],
-    ),
-    "of a FrozenDict": (FrozenDict(x=NINE), "weight", [1, *[0] * 7]),
-    "of a defaultdict": (
-        collections.defaultdict(list, x=NINE),
-        "weight",
-        [1, *[0] * 7],
-    ),
+    "of an OrderedDict": (collections.OrderedDict(y=HALVES, x=NINE), "weight", FIRST),
+    "of a FrozenDict": (FrozenDict(x=NINE), "weight", FIRST),
+    "of a defaultdict": (collections.defaultdict(list, x=NINE), "weight", FIRST),
 }
 
 
@@ -251,12 +244,10 @@ class DataFrame(Series):
 
 
 A, B = np.arange(8, dtype=np.float32), np.arange(8, 16, dtype=np.float32)
+FRAME = DataFrame(a=A, b=B)
 TABLES = {
-    "a frame": (DataFrame(a=A, b=B), {"a": A, "b": B}),
-    "a frame and a series": (
-        (DataFrame(a=A, b=B), Series(A)),
-        (np.stack([A, B], 1), A),
-    ),
+    "a frame": (FRAME, {"a": A, "b": B}),
+    "a frame and a series": ((FRAME, Series(A)), (np.stack([A, B], 1), A)),
     "a dict of series": ({"a": Series(A), "b": Series(B)}, {"a": A, "b": B}),
     "a series": (Series(A), A),
     "lists": (
@@ -287,12 +278,9 @@ def test_an_entry_that_is_no_column_is_named_with_its_type(sentence):
     assert refused(WRONG_COLUMNS[sentence]).startswith(sentence)
 
 
+LONG = ml.create_mesh({"batch": 1, "model": 8})
 LAYOUTS = {
-    "a batch axis of size 1": (
-        ml.create_mesh({"batch": 1, "model": 8}),
-        ["batch", None],
-        (16, 8),
-    ),
+    "a batch axis of size 1": (LONG, ["batch", None], (16, 8)),
     "two batch axes": (PAIR, [("batch", "model"), None], (2, 8)),
     "the sequence dim too": (PAIR, ["batch", "model"], (8, 2)),
     "replicated": (PAIR, [None, None], (16, 8)),
@@ -392,11 +380,7 @@ def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
 
 ALL = "all examples have the shape and dtype of the first one."
 UNLIKE = {
-    "ragged": (
-        [{"x": np.zeros(2), "y": 1}, {"x": np.zeros(3), "y": 1}],
-        "f64[3]",
-        "f64[2]",
-    ),
+    "ragged": ([{"x": np.zeros(n), "y": 1} for n in (2, 3)], "f64[3]", "f64[2]"),
     "another dtype": ([{"x": 1}, {"x": 1.5}], "f64[]", "i64[]"),
 }
 

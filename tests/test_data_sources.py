@@ -20,6 +20,7 @@ from meshlayout.data import mnist_family, preparation as prepared_module
 from models import data, prepare_data
 from models.data import Split, batches, load_dataset, num_batches
 from models.prepare_data import DataError, find_builder, is_prepared, prepare
+from tests.error_messages import message_of
 
 
 NUM_TRAIN, NUM_TEST = 300, 100
@@ -135,9 +136,7 @@ def test_a_damaged_directory_is_an_error_that_names_it(copied, damage, reason):
 def test_a_dataset_that_cannot_be_is_refused_before_any_download(
     tmp_path, name, message
 ):
-    with pytest.raises(DataError) as error:
-        find_builder(name, tmp_path)
-    assert str(error.value) == message
+    assert message_of(find_builder, name, tmp_path, error=DataError) == message
 
 
 def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
@@ -158,9 +157,7 @@ def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
 def test_another_dataset_is_never_taken_in_place_of_one_that_is_away(
     tmp_path, offline, name
 ):
-    with pytest.raises(DataError) as error:
-        load_dataset(name, tmp_path)
-    assert str(error.value) == (
+    assert message_of(load_dataset, name, tmp_path, error=DataError) == (
         f"{name} is not prepared in {tmp_path} and cannot be downloaded: the server is "
         "away. Run this once with internet, or copy a prepared TFDS directory here and "
         "name it with --data-dir."

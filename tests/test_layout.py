@@ -20,6 +20,7 @@ from jax.sharding import (
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, UNSHARDED, Layout
 from meshlayout.mesh import create_mesh
+from tests.error_messages import message_of
 from tests.test_mesh import meshes
 
 
@@ -302,9 +303,7 @@ BAD = {
 
 @pytest.mark.parametrize("code", BAD)
 def test_what_is_said_about_a_bad_layout(code):
-    with pytest.raises(LayoutError) as error:
-        eval(code)
-    assert str(error.value) == BAD[code]
+    assert message_of(eval, code, globals(), error=LayoutError) == BAD[code]
 
 
 def test_a_layout_needs_a_mesh_of_devices():

@@ -268,6 +268,5 @@ def test_tokens_are_exchanged_on_a_tpu_and_nothing_is_gathered(axes, capacity_fa
     # Each device's tokens, to two experts each: there, back, and both backward.
     least = 4 * ROWS * config.max_length * 2 * WIDTH // 8
     slack = 1 if capacity_factor else 1.25
-    assert [one.nbytes for one in exchanges if one.nbytes > 64] == (
-        [slack * least] * (4 if capacity_factor else 10)
-    )
+    large = [one.nbytes for one in exchanges if one.nbytes > 64]
+    assert large == [slack * least] * (4 if capacity_factor else 10)

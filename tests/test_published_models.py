@@ -192,9 +192,10 @@ def haiku_mlp() -> Published:
     )
 
 
-def haiku_network(make: Callable[[], Any]) -> Published:
+def haiku_network(name: str, **sizes: Any) -> Published:
     """A network of Haiku with batch normalization, whose state is its own tree."""
-    haiku = importlib.import_module("haiku")
+    haiku = pytest.importorskip("haiku")
+    make = functools.partial(getattr(haiku.nets, name), num_classes=8, **sizes)
     net = haiku.transform_with_state(
         lambda x, is_training: make()(x, is_training=is_training)
     )
@@ -213,15 +214,12 @@ def haiku_network(make: Callable[[], Any]) -> Published:
 
 
 def haiku_resnet() -> Published:
-    haiku = pytest.importorskip("haiku")
     sizes = {"blocks_per_group": [1, 1, 1, 1], "channels_per_group": [16, 32, 32, 64]}
-    return haiku_network(lambda: haiku.nets.ResNet(num_classes=8, **sizes))
+    return haiku_network("ResNet", **sizes)
 
 
 def haiku_mobilenet() -> Published:
-    haiku = pytest.importorskip("haiku")
-    sizes = {"strides": (1, 2), "channels": (16, 32)}
-    return haiku_network(lambda: haiku.nets.MobileNetV1(num_classes=8, **sizes))
+    return haiku_network("MobileNetV1", strides=(1, 2), channels=(16, 32))
 
 
 def equinox(make: Callable[[Any], Any], batch: np.ndarray) -> Published:

@@ -319,6 +319,5 @@ def test_mistakes_are_named_by_the_final_path_at_the_end():
     layouts = kernels()
     layouts["layers"] = (..., "batch")
     start = "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and"
-    assert message_of(in_scope, layouts, lambda: nnx.Sequential(linear())).startswith(
-        start
-    )
+    said = message_of(in_scope, layouts, lambda: nnx.Sequential(linear()))
+    assert said.startswith(start)

@@ -104,9 +104,8 @@ def network(name):
 
 
 def on_mesh(mesh, spec, state, images):
-    return ml.relayout(state, mesh.layout(...)), ml.relayout(
-        images, mesh.layout(*spec, ...)
-    )
+    images = ml.relayout(images, mesh.layout(*spec, ...))
+    return ml.relayout(state, mesh.layout(...)), images
 
 
 def slow_but(quick, cases):

@@ -184,10 +184,9 @@ HELLO = {"process_id": 1, "num_processes": 3, "name": "a", "jax": jax.__version_
 
 def test_a_process_that_came_and_ended_is_named(address):
     args = address, json.dumps(HELLO).encode() + b"\n"
-    first = threading.Thread(target=come_and_leave, args=args)
-    first.start()
-    told = messages(address, 3, (0, 2), 20, (0, 0.2))
-    first.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(come_and_leave, *args)
+        told = messages(address, 3, (0, 2), 20, (0, 0.2))
     start = "initialize: process 1 came, and ended before all did (process 0 waited"
     assert all(text.startswith(start) for text in told)
 
@@ -213,10 +212,9 @@ def test_a_process_0_that_came_and_ended_is_named(address):
     "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"process_id": 1}\n']
 )
 def test_strangers_that_connect_do_no_harm(address, sent):
-    stranger = threading.Thread(target=come_and_leave, args=(address, sent, 0.5))
-    stranger.start()
-    assert messages(address, 2, range(2), delays=(0, 0.2)) == ["", ""]
-    stranger.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(come_and_leave, address, sent, 0.5)
+        assert messages(address, 2, range(2), delays=(0, 0.2)) == ["", ""]
 
 
 def test_a_port_in_use_is_waited_for_and_then_named(address):

@@ -226,9 +226,7 @@ def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
 STEPS = {
     "train_step": lambda: ml.make_train_step(squares),
     "eval_step": lambda: ml.make_eval_step(squares),
-    "predict_step": lambda: ml.make_predict_step(
-        lambda model, batch: model(batch["x"])
-    ),
+    "predict_step": lambda: ml.make_predict_step(lambda m, batch: m(batch["x"])),
 }
 
 

@@ -19,6 +19,9 @@ from tests.bad_values import BAD, refusal
 from tests.same_bits import assert_same_bits
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 def shape(*sizes, dtype="float32"):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
@@ -540,13 +543,7 @@ def test_a_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4):
     assert {kind for kind, count in found.items() if count} == {"all_reduce"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "few keys",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("scanned", "fused")),
-    ],
-)
+@pytest.mark.parametrize("name", ["few keys", slow("scanned"), slow("fused")])
 def test_gradients_are_those_of_one_device(mesh_2x4, name):
     model, _ = MODELS[name]
     layouts = tensor_parallel(mesh_2x4, model[0], TOKENS, call=model[1])
@@ -556,7 +553,7 @@ def test_gradients_are_those_of_one_device(mesh_2x4, name):
     assert_same_gradients(program(params, batch), on_one)
 
 
-@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scanned", [True, slow(False)])
 def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned):
     build, forward = pytrees.llama(
         8192, 64, 8, 80, 32000, 28672, head=128, scanned=scanned

@@ -137,6 +137,7 @@ class OwnStep(ml.Trainer):
 ROWS = examples(22)
 PAIR, CUT = (ROWS["x"], ROWS["y"]), cut(ROWS, 8)  # the last one has 6
 PAIRS = [(one["x"], one["y"]) for one in CUT]
+LISTED = [*map(Rows(ROWS).__getitem__, range(22))]
 # A second program would be an error: the one for 8 rows serves all.
 ONE, TWO, SIZE = {"on_recompile": "error"}, {"steps_per_call": 2}, {"batch_size": 8}
 # Data, a loss, options of the trainer and of fit. In all but the first seven, padding
@@ -148,12 +149,7 @@ FITS = {
     "dict": ([ROWS], loss_fn, {}, SIZE),
     "own step": ([ROWS], loss_fn, {}, SIZE),
     "examples by index": ([Rows(ROWS)], loss_fn, {}, SIZE),
-    "a list of examples": (
-        [[*map(Rows(ROWS).__getitem__, range(22))]],
-        loss_fn,
-        {},
-        SIZE,
-    ),
+    "a list of examples": ([LISTED], loss_fn, {}, SIZE),
     "tuple": ([PAIR], pair_loss, {}, SIZE),
     "labels": (PAIR, pair_loss, {}, SIZE),
     "tuples without weights": ([lambda: iter(PAIRS)], pair_loss, {}, {}),
