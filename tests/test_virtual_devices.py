@@ -85,7 +85,6 @@ def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
         platform = "tpu"
 
     chips = [Chip(), Chip(), Chip(), Chip()]
-    jax.devices()  # while JAX starts, NPROC is set
     before = dict(os.environ)
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
     monkeypatch.setattr(jax, "devices", lambda: chips)
