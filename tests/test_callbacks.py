@@ -68,9 +68,6 @@ class Scripted(ml.Trainer):
         return fit(self, *callbacks, epochs=len(self.values), data=data, **options)
 
 
-# A user's own.
-
-
 def test_a_callback_is_called_at_every_moment_in_order(state):
     calls = []
 
@@ -192,9 +189,6 @@ def test_a_fit_that_does_not_validate_any_more_says_so(state):
         trainer.history[-1]
 
 
-# Progress.
-
-
 def test_a_log_has_a_plain_line_per_epoch_and_a_terminal_a_bar(capsys):
     losses = 12.5, 0.75, math.nan, 0.0625, 1e-5
     history = Scripted(*losses).run(progress=True)
@@ -227,9 +221,8 @@ def test_the_lines_of_epochs_fit_the_terminal(state, width):
     (line,) = [x for x in lines if x.startswith("epoch 1/2  loss") and "step" not in x]
     facts = [" s", " left", " examples/s"]
     count = {200: 3, 100: 2, 70: 0}.get(width, 0)
-    assert [fact for fact in facts if f"{fact}," in line or f"{fact})" in line] == (
-        facts[:count]
-    )
+    shown = [fact for fact in facts if f"{fact}," in line or f"{fact})" in line]
+    assert shown == facts[:count]
     assert line.endswith("…") == (width <= 40)
 
 
@@ -286,9 +279,6 @@ def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
     assert not re.search("<progress|validating", shown[-1])
 
 
-# Stopping.
-
-
 def test_early_stopping_waits_for_its_patience():
     trainer = Scripted(3.0, 2.0, 2.5, 1.95, 2.1, 0.0)
     stopping = ml.callbacks.EarlyStopping("loss", patience=2, min_delta=0.1)
@@ -342,9 +332,6 @@ def test_nan_stops_training_within_the_epoch(state, capsys):
     assert history.epochs == [1]
     assert history.stopped == "loss is nan at step 3"
     assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 3"
-
-
-# Logs.
 
 
 def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
@@ -405,9 +392,6 @@ def test_steps_of_many_at_once_are_due_when_they_pass(every, steps, state, tmp_p
     with ml.Checkpointer(tmp_path, keep=None) as ck:
         fit(trainer, ml.callbacks.Checkpoint(ck, every=every), data=batches(6))
         assert ck.all_steps() == steps
-
-
-# Saving and tracing.
 
 
 @pytest.mark.parametrize(("every", "own"), [(2, {}), ("epoch", {}), (1, {"every": 4})])

@@ -41,9 +41,6 @@ def state(mesh):
     }
 
 
-# What it computes.
-
-
 def test_steps_compute_the_function_and_the_layouts_that_come_in_go_out(state, mesh):
     def function(state, batch):
         # Left alone, the compiler would shard the sum like the batch.
@@ -96,9 +93,6 @@ def test_it_is_a_decorator_of_what_is_called_by_name_or_by_place():
         (([8.0, 8.0], None), 2),
         ([1.0], None),
     )
-
-
-# How often it compiles, and what it says.
 
 
 @pytest.mark.filterwarnings("error")
@@ -274,9 +268,6 @@ def test_what_is_only_lowered_is_not_remembered(state):
         step(state, jnp.ones(2))
 
 
-# What it refuses.
-
-
 def used_up():
     step, state = ml.compile_step(doubled), {"w": jnp.ones(3)}
     step(state, jnp.ones(2))
@@ -344,9 +335,6 @@ def test_an_error_of_the_step_itself_comes_through_and_loses_nothing(state):
     with pytest.raises(KeyError, match="mine"):
         failing(state, jnp.ones(2))
     assert deleted(state) == [False] * 3
-
-
-# In processes of their own.
 
 
 def unread_steps():

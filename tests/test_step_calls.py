@@ -102,9 +102,6 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet():
     )
 
 
-# Arrays that are used up, and calls that fail.
-
-
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_used_up_state_is_named_wherever_it_is_used(devices):
     step, state, batch = make(devices)
@@ -210,9 +207,6 @@ def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(kind):
     assert found.to_host() == pytest.approx(expected.to_host(), rel=1e-5)
 
 
-# Devices.
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
     step, state, batch = make(devices)
@@ -233,9 +227,7 @@ def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
 STEPS = {
     "train_step": lambda: ml.make_train_step(squares),
     "eval_step": lambda: ml.make_eval_step(squares),
-    "predict_step": lambda: ml.make_predict_step(
-        lambda model, batch: model(batch["x"])
-    ),
+    "predict_step": lambda: ml.make_predict_step(lambda m, batch: m(batch["x"])),
 }
 
 
@@ -255,9 +247,6 @@ def test_a_batch_on_other_devices_or_in_another_order_is_refused(kind, devices):
                 ValueError, match=r"incompatible devices.* batch\['x'\]"
             ):
                 call(state, batch)
-
-
-# Steps as objects.
 
 
 def test_steps_are_copied_and_pickled_without_what_was_compiled():
