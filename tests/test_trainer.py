@@ -412,9 +412,21 @@ def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
     fewer = Frame(data["x"][:, :3], "abe")
     assert message_of(lambda: trainer.predict(fewer, batch_size=8)) == (
         "predict: the data frame has the columns a, b, e, and that of fit had a, b, c, d: "
-        "missing: c, d; extra: e. Write frame.reindex(columns=columns, fill_value=0), "
-        "with the columns of fit."
+        "missing: c, d; extra: e. Prepare it as that of fit."
     )
+    dummies = ["age", "city_Rome", "city_Oslo", "city_Bern"]
+    trainer = ml.Trainer(create_state(mesh), pair_loss)
+    quiet_fit(trainer, Frame(data["x"], dummies), y, batch_size=8)
+    for names, has_dummies in ((dummies[:3], True), (["age", "city"], False)):
+        fewer = Frame(data["x"][:, : len(names)], names)
+        said = message_of(lambda: trainer.predict(fewer, batch_size=8))  # noqa: B023
+        assert said.endswith(
+            " Prepare it as that of fit. After pd.get_dummies, write frame.reindex("
+            "columns=columns, fill_value=0), with the columns of fit."
+            if has_dummies
+            else "missing: city_Rome, city_Oslo, city_Bern; extra: city. Prepare it as "
+            "that of fit."
+        )
 
     def by_name(model, batch):
         out = model(jnp.stack([batch[name] for name in "abcd"], 1))
@@ -809,6 +821,11 @@ WRONG = {
     ),
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
+    ),
+    "fit: validation_data is a tuple, and the training data a dict: write {'i': iv}.": (
+        lambda data: ml.Trainer({}, loss_fn).fit(
+            {"i": np.ones(2)}, batch_size=2, validation_data=(np.ones(2),)
+        )
     ),
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
