@@ -300,8 +300,8 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
-    "contracting dimensions to have": "An input's last dim is not that of its layer. "
-    "One feature is a column, df[['age']]; with batch_size=, items are examples.",
+    "contracting dimensions to have": "An input's last dim is not its layer's. One row "
+    "is x[:1] or df.iloc[[0]], one feature df[['age']]; batch_size= counts examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",

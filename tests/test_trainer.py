@@ -390,6 +390,17 @@ def test_rows_in_another_order_are_told_of(mesh, caplog):
         assert is_told == any(
             "rows are paired by position" in x for x in caplog.messages
         )
+    caplog.clear()
+    fewer = Frame(examples(6)["x"])
+    fewer.iloc, fewer.index = None, np.arange(6).view(Index)
+    for pair, way in (
+        ((frames[0], fewer), " If their index pairs them, write x.loc[y.index]."),
+        ((fewer, frames[0]), " If their index pairs them, write y.loc[x.index]."),
+        ((np.ones(8), np.ones(6)), "and must be the same."),
+        ({"a": 1.0}, " One row is frame.iloc[[0]], or x[:1]."),
+    ):
+        assert message_of(trainer.predict, pair, batch_size=8).endswith(way)
+    assert not caplog.messages
 
 
 def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
