@@ -810,6 +810,9 @@ WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
+    "make_train_step: loss_fn is called as loss_fn(model, batch), but takes (y_true, ": (
+        lambda data: ml.Trainer({}, lambda y_true, y_pred: (y_true - y_pred) ** 2)
+    ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
     "the trainer has no loss function": lambda data: ml.Trainer({"n": 0}).fit(data),
     **{
