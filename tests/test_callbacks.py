@@ -156,6 +156,9 @@ def test_a_value_of_ones_own_is_in_the_history_and_can_be_watched(tmp_path):
         "EarlyStopping: there will be no 'mine', only 'loss'. If a later callback adds "
         "it, list that one first."
     )
+    misspelled = ml.callbacks.EarlyStopping("mien", mode="max")  # as is known later
+    with pytest.raises(KeyError, match="only 'loss', 'mine'. Did you mean 'mine'?"):
+        Scripted(1).run(Mine(), misspelled)
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])

@@ -836,11 +836,17 @@ WRONG = {
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
     ),
-    "fit: validation_data is a tuple, and the training data a dict: write {'i': iv}.": (
-        lambda data: ml.Trainer({}, loss_fn).fit(
-            {"i": np.ones(2)}, batch_size=2, validation_data=(np.ones(2),)
+    **{
+        f"fit: validation_data is {mine}, and the training data {theirs}.": (
+            lambda data, train=train, validation=validation: ml.Trainer(
+                {}, loss_fn
+            ).fit(train, batch_size=2, validation_data=validation)
         )
-    ),
+        for mine, theirs, train, validation in (
+            ("a tuple", "a dict: write {'i': iv}", {"i": np.ones(2)}, (np.ones(2),)),
+            ("a ndarray", "a tuple: write (xv, yv)", (np.ones(2),), np.ones(2)),
+        )
+    },
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
     "fit: shuffle=True is not a seed. Write shuffle=0:": (

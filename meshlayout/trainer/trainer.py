@@ -451,14 +451,17 @@ class Trainer(_checks.WithReflexes):
 
 
 def _check_form(data: PyTree, validation: PyTree) -> None:
-    """Refuses a tuple of validation arrays where the others are a dict; or reverse."""
-    is_dict, kinds = isinstance(data, Mapping), (tuple, Mapping)
-    if isinstance(data, kinds) and isinstance(validation, kinds[not is_dict]):
-        names = ", ".join(f"{name!r}: {name}v" for name in data if is_dict)
-        form = f"{{{names}}}" if is_dict else "(xv, yv)"
-        mine, theirs = map(_checks.type_text, (validation, data))
+    """Refuses validation arrays in a form other than that of the training arrays."""
+    pair = data, validation
+    is_tuple = [isinstance(x, tuple) for x in pair]
+    is_dict = [isinstance(x, Mapping) or hasattr(x, "columns") for x in pair]
+    if all(map(is_columns, pair)) and any(x != y for x, y in (is_tuple, is_dict)):
+        theirs, mine = map(_checks.type_text, pair)
+        names = data if isinstance(data, Mapping) else ()
+        form = ", ".join(f"{name!r}: {name}v" for name in names)
+        way = "(xv, yv)" if is_tuple[0] else f"{{{form}}}" if form else theirs
         msg = f"fit: validation_data is {mine}, and the training data {theirs}: write"
-        raise MeshLayoutError(f"{msg} {form}.")
+        raise MeshLayoutError(f"{msg} {way}.")
 
 
 def _check_layouts(state: TrainState, layouts: LayoutMap) -> None:
