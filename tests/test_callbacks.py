@@ -157,7 +157,7 @@ def test_a_value_of_ones_own_is_in_the_history_and_can_be_watched(tmp_path):
         "it, list that one first."
     )
     misspelled = ml.callbacks.EarlyStopping("mien", mode="max")  # as is known later
-    with pytest.raises(KeyError, match="only 'loss', 'mine'. Did you mean 'mine'?"):
+    with pytest.raises(KeyError, match=r"only 'loss', 'mine'\. Did you mean 'mine'"):
         Scripted(1).run(Mine(), misspelled)
 
 
