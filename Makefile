@@ -82,7 +82,7 @@ test-optional:
 	  tests/test_data_golden.py tests/test_data_promises.py \
 	  tests/test_metrics.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py tests/test_published_models.py tests/test_ray.py \
-	  tests/test_parameter_server_ray.py tests/test_tf_distribute.py"
+	  tests/test_parameter_server_ray.py tests/test_tf_distribute.py tests/test_docs.py"
 
 # Programs for GPUs, which JAX's plugin for CUDA compiles without one. It lies beside the
 # environment, as libtpu does: JAX looks for a GPU where it is installed.
@@ -116,11 +116,13 @@ notebooks: $(VENV)/.dev-$(TAG)
 
 # The site, with the notebooks as they are committed, in .cache/docs/site. Links and
 # pictures that lead nowhere are errors (docs/build.py). The programs of README and of
-# the pages run.
+# the pages run; `make test-optional` runs those that need PyTorch or Ray, too.
+DOCS := VENV=.venv-docs EXTRAS=docs,test
 docs:
-	$(MAKE) --no-print-directory .venv-docs/.dev-$(TAG) VENV=.venv-docs EXTRAS=docs
+	$(MAKE) --no-print-directory .venv-docs/.dev-$(TAG) $(DOCS)
 	JAX_PLATFORMS=cpu .venv-docs/bin/python docs/build.py
-	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS="tests/test_docs.py tests/test_readme.py"
+	$(MAKE) --no-print-directory pytest $(DOCS) \
+	  PYTEST_OPTIONS="tests/test_docs.py tests/test_readme.py"
 
 # What is published: a wheel of the library and an archive of the sources.
 dist: $(VENV)/.dev-$(TAG)

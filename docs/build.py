@@ -65,9 +65,16 @@ def _prepare() -> None:
     for path in SOURCES.rglob("*.md"):
         up = "../" * (len(path.relative_to(SOURCES).parts) - 1)
         text = re.sub(notebook, rf"({up}tutorials/\1.md", path.read_text())
+        text = re.sub(r"(?s)```text\n(.*?)```", _text_block, text)
         if path.parent.name == "coming_from":  # whose tables have three columns
             text = f"---\nhide: [toc]\n---\n\n{text}"
         path.write_text(text)
+
+
+def _text_block(block: re.Match[str]) -> str:
+    """Returns a block whose lines wrap on a phone, unless it has columns."""
+    columns = re.search(r"──|\S {4,}\S", block[1])
+    return block[0] if columns else f"``` {{.text .wraps}}\n{block[1]}```"
 
 
 def _list_versions() -> None:
@@ -83,10 +90,10 @@ def _list_versions() -> None:
 def _with_breaks(code: re.Match[str]) -> str:
     words = code[1].split(" ")
     for number, word in enumerate(words):
-        if "-" in word:
+        if len(word) > 30:
+            words[number] = re.sub(r"(?<=.{6}[.(])(?=\w)", "<wbr>", word)
+        elif "-" in word:
             words[number] = f'<span class="word">{word}</span>'
-        elif len(word) > 30:
-            words[number] = re.sub(r"(?<=\w{6}[.(])(?=\w)", "<wbr>", word)
     return f"<code>{' '.join(words)}</code>"
 
 

@@ -355,10 +355,10 @@ def is_tracing() -> bool:
 # A constraint with a priority, for which Shardy has a word and JAX has none. It has the
 # name of JAX's, for readers of programs. Should what it calls in JAX change,
 # tests/test_sequence_parallel.py fails.
-_yielding: Any = jax_core.Primitive("sharding_constraint")
-_yielding.def_impl(lambda x, *, sharding, axis: jax.device_put(x, sharding))
-_yielding.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_yielding, lambda x, _, **params: [_yielding.bind(x, **params)])
+yielding: Any = jax_core.Primitive("sharding_constraint")
+yielding.def_impl(lambda x, *, sharding, axis: jax.device_put(x, sharding))
+yielding.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(yielding, lambda x, _, **params: [yielding.bind(x, **params)])
 
 
 class _YieldingDim(NamedTuple):
@@ -383,11 +383,11 @@ def _batch_yielding(xs: Any, dims: Any, *, sharding: Any, axis: str) -> Any:
     entries = [*sharding.spec, *[None] * (xs[0].ndim - len(sharding.spec) - 1)]
     entries.insert(dims[0], PartitionSpec.UNCONSTRAINED)
     sharding = sharding.update(spec=entries)
-    return _yielding.bind(*xs, sharding=sharding, axis=axis), *dims
+    return yielding.bind(*xs, sharding=sharding, axis=axis), *dims
 
 
-mlir.register_lowering(_yielding, _lower_yielding)
-batching.primitive_batchers[_yielding] = _batch_yielding
+mlir.register_lowering(yielding, _lower_yielding)
+batching.primitive_batchers[yielding] = _batch_yielding
 
 
 def constrain(x: Leaf, sharding: NamedSharding, *, yields: str | None = None) -> Any:
@@ -410,7 +410,7 @@ def constrain(x: Leaf, sharding: NamedSharding, *, yields: str | None = None) ->
         # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     if yields and jax.config.jax_use_shardy_partitioner:
-        return _yielding.bind(x, sharding=sharding, axis=yields)
+        return yielding.bind(x, sharding=sharding, axis=yields)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -445,8 +445,9 @@ def is_committed(x: Leaf) -> bool:
 
 def is_in_other_memory(sharding: jax.sharding.Sharding) -> bool:
     """Returns whether a sharding is not in the memory that its devices compute in."""
-    _, main = memory_kinds(next(iter(sharding.addressable_devices)))
-    return sharding.memory_kind not in (None, main)
+    devices = sharding.addressable_devices or sharding.device_set  # if only described
+    _, main = memory_kinds(next(iter(devices)))
+    return sharding.memory_kind not in (None, "device", main)
 
 
 def with_shards(x: jax.Array) -> jax.Array:

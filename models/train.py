@@ -10,7 +10,6 @@ import io
 import math
 import re
 import sys
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.processes > 1:
             return launch(options, arguments)
         ml.initialize()
-        start_devices(options.virtual_devices)
+        ml.virtual_devices(options.virtual_devices or 8)
         settings = make_settings(options, labels)
         initial = [describe_state(options, labels, one.layouts) for one in settings]
     except (OptionError, DataError, ml.MeshLayoutError) as error:
@@ -258,15 +257,6 @@ def load(options: argparse.Namespace) -> Dataset:
     if EXAMPLES[options.model].reads_text:
         return load_text(TEXT_LENGTH)
     return load_dataset(options.dataset, options.data_dir)
-
-
-def start_devices(num_virtual: int | None) -> None:
-    """Starts JAX with its accelerators, or with virtual devices on a CPU."""
-    with warnings.catch_warnings():
-        if num_virtual is None:
-            # Without --virtual-devices, the warning about real accelerators is noise.
-            warnings.simplefilter("ignore")
-        ml.virtual_devices(num_virtual or 8)
 
 
 def make_settings(options: argparse.Namespace, labels: int) -> list[Setting]:

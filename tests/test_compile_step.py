@@ -111,14 +111,17 @@ def test_one_trace_for_many_calls_whatever_the_state_begins_with(is_on_mesh, mes
         traces.append(batch)
         n = jnp.where(batch.sum() > 0, 1, 2)  # of a weak type
         rest = {name: state[name] + 1 for name in ("x", "m")}
+        rest["mean"] = state["mean"].update(batch)
         return {"n": n, **rest, "w": state["w"] * 2}, None
 
     w = ml.arrays.ones(8, mesh.layout("model")) if is_on_mesh else jnp.ones(8)
     state = {"n": jnp.int32(0), "x": 0, "m": np.float32(2), "w": w}
+    state["mean"] = ml.metrics.Mean()
     for _ in range(4):
         state, _ = step(state, jnp.float32(1))
     assert state["n"].dtype == jnp.int32
     assert (int(state["x"]), float(state["m"])) == (4, 6)
+    assert (float(state["mean"].compute()), int(state["mean"].count)) == (1, 4)
     if is_on_mesh:
         assert ml.Layout.of(state["x"]) == ml.Layout.of(state["m"]) == mesh.layout()
     assert len(traces) == 1

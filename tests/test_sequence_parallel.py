@@ -1,8 +1,10 @@
 """`tensor_parallel(..., sequence=True)`: residuals in shards along the sequence."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,11 +28,44 @@ SMALL = transformer.TransformerConfig(
     vocab_size=64, max_length=16, features=32, num_layers=2
 )
 SCANNED = dataclasses.replace(SMALL, is_scanned=True, microbatches=2)
-NNX, LINEN = transformer.Transformer, transformer.LinenTransformer
+NNX, LINEN, PLAIN = transformer.Transformer, transformer.LinenTransformer, "plain"
 COMPOSE, FSDP = ml.parallel.compose, ml.parallel.fsdp
 
 
+def parameters(config):
+    """Returns a pytree: grouped queries and gated MLPs, with names that say nothing."""
+    width, heads, hidden = config.features, config.num_heads, config.mlp_features
+    size, keys = width // heads, iter(range(100))
+    block = {"q": (width, heads, size), "o": (heads, size, width)}
+    block |= dict.fromkeys(("k", "v"), (width, heads // 2, size))
+    block |= dict.fromkeys(("gate", "up"), (width, hidden)) | {"down": (hidden, width)}
+    shapes = {"blocks": [block] * config.num_layers, "out": (width, config.vocab_size)}
+    shapes["tokens"] = config.vocab_size, width
+    init = lambda shape: jax.random.normal(jax.random.key(next(keys)), shape) / 16
+    return jax.tree.map(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def logits_of(params, tokens):
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+    x = ml.constrain(jnp.take(params["tokens"], tokens, axis=0), "residual")
+    for block in params["blocks"]:
+        h = norm(x)
+        q, k, v = (jnp.einsum("bld,dhs->blhs", h, block[name]) for name in "qkv")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        y = jnp.einsum("blhs,hsd->bld", y, block["o"])
+        x = ml.constrain(x + y, "residual")
+        h = norm(x)
+        y = jax.nn.silu(h @ block["gate"]) * (h @ block["up"])
+        x = ml.constrain(x + y @ block["down"], "residual")
+    return norm(x) @ params["out"]
+
+
 def create(method, module, config, layouts):
+    if module is PLAIN:
+        method = ml.create if method == ml.TrainState.create else ml.describe
+        return method(functools.partial(parameters, config), layouts)
     optimizer, tokens = optax.sgd(1e-2), np.zeros((1, config.max_length), "int32")
     if module is NNX:
         return method(lambda: NNX(config, rngs=nnx.Rngs(0)), optimizer, layouts)
@@ -39,10 +74,32 @@ def create(method, module, config, layouts):
     return method(init, optimizer, layouts, module=model)
 
 
+def make_step(module, layouts, precision="float32"):
+    if module is not PLAIN:
+        return ml.make_train_step(loss_fn, layouts=layouts, precision=precision)
+
+    def loss(params, batch):
+        params = jax.tree.map(lambda x: x.astype(precision), params)
+        model = functools.partial(logits_of, params)
+        return loss_fn(model, batch).mean()
+
+    @functools.partial(ml.compile_step, layouts=layouts)
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        new = jax.tree.map(lambda x, grad: x - 1e-2 * grad, params, grads)
+        return new, {"loss": value}
+
+    return step
+
+
 def rules(mesh, module, config, tokens, *, sequence=True):
-    build = lambda: NNX(config, rngs=nnx.Rngs(0))
-    model = build if module is NNX else module(config)
-    return ml.parallel.tensor_parallel(mesh, model, tokens, sequence=sequence)
+    options = {"sequence": sequence}
+    if module is PLAIN:
+        options["call"], model = logits_of, functools.partial(parameters, config)
+    else:
+        build = lambda: NNX(config, rngs=nnx.Rngs(0))
+        model = build if module is NNX else module(config)
+    return ml.parallel.tensor_parallel(mesh, model, tokens, **options)
 
 
 def loss_fn(model, batch):
@@ -54,6 +111,7 @@ def loss_fn(model, batch):
     ("module", "config", "axes"),
     [
         (NNX, SMALL, {"batch": 2, "model": 4}),
+        (PLAIN, SMALL, {"batch": 4, "model": 2}),
         pytest.param(
             *(NNX, SCANNED, {"batch": 1, "stage": 2, "model": 4}),
             marks=pytest.mark.slow,
@@ -66,7 +124,7 @@ def test_it_trains_as_on_one_device(module, config, axes):
 
     def losses(mesh, layouts):
         state = create(ml.TrainState.create, module, config, layouts)
-        step = ml.make_train_step(loss_fn, layouts=layouts)
+        step = make_step(module, layouts)
         layout = mesh.layout(next(iter(mesh.axis_names)), None)
         batch = ml.copy_to_mesh({"tokens": tokens}, layout)
         for _ in range(2):
@@ -92,7 +150,9 @@ def test_a_model_without_residuals_and_another_word_are_refused():
         tensor_parallel(mesh, model, x, sequence="length")
 
 
-@pytest.mark.parametrize("module", [NNX, pytest.param(LINEN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "module", [NNX, pytest.param(LINEN, marks=pytest.mark.slow), PLAIN]
+)
 def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce(module):
     pytest.importorskip("libtpu")
     mesh = create_slice_mesh(batch=2, model=4)
@@ -101,11 +161,12 @@ def test_a_tpu_scatters_and_gathers_what_it_would_all_reduce(module):
     def sent(*, sequence):
         layouts = rules(mesh, module, CONFIG, tokens, sequence=sequence)
         layouts = eval(layouts.to_code(), {"ml": ml, "mesh": mesh})  # as a user has it
+        layouts = COMPOSE(layouts, FSDP(mesh)) if module is PLAIN else layouts
         state = create(ml.TrainState.describe, module, CONFIG, layouts).abstract
-        step = ml.make_train_step(loss_fn, layouts=layouts, precision="bfloat16")
+        step = make_step(module, layouts, "bfloat16")
         program = step.lower(state, {"tokens": tokens}).compile()
         report = ml.hlo.read_communication(program)
-        sent = [x for x in report.collectives if x.axes == ("model",)]
+        sent = [x for x in report.collectives if "model" in x.axes]
         return [x for x in sent if "_take" not in x.op_name]  # but for the embedding
 
     def of_blocks(collectives, kind):

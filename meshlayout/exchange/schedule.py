@@ -35,6 +35,7 @@ from meshlayout.mesh import Mesh, as_mesh
 
 X = TypeVar("X")
 Schedule: TypeAlias = Literal["gpipe", "circular"]
+"""The order in which stages compute microbatches; `pipeline` describes both."""
 
 _SCHEDULES: tuple[Schedule, ...] = ("gpipe", "circular")
 _PARAMS = "pipeline_params"  # the name of a round's parameters, which are never stored

@@ -269,7 +269,9 @@ class FsdpRule:
             is_kernel = self.tables is not None or _KERNEL.search(path) is not None
             is_tall = is_kernel and rows >= columns
             dims = (1, 0) if columns >= _VOCABULARY * rows or is_tall else (0, 1)
-            if not is_kernel and (rows > columns or _TABLE.search(path)):
+            # If rows are sharded already, it is a kernel or as long as a vocabulary.
+            least = columns if layout.specs[0] is None else _VOCABULARY * columns
+            if not is_kernel and (rows > least or _TABLE.search(path)):
                 dims = (0,)
         # A dim that is sharded already is the last choice: it gets smaller still.
         return sorted(dims, key=lambda dim: layout.specs[dim] is not None)

@@ -73,9 +73,8 @@ def tensor_parallel(
         sequence: Whether to shard the features between blocks along the sequence, where
             the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). Give the map to the step, too, as `layouts=`. Train steps gather once
-            what several of Flax's layers read; for matrices outside of layers, write
-            `ml.constrain(ml.constrain(x, "residual"), "inputs")` of their inputs.
+            2022). Give the map to the step, too, as `layouts=`: it gathers once what
+            several matrices read.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -121,11 +120,9 @@ def tensor_parallel(
     if not sequence:
         return LayoutMap(mesh, rules_for(rules))
     rows = batch_axes(mesh)
-    activations = {
-        "^residual$": Rule((rows, axis, ...), is_generated=True, yields=axis),
-        "^inputs$": Rule((rows, ...), is_generated=True),
-    }
-    return LayoutMap(mesh, {**rules_for(rules), **activations}, unused="ignore")
+    residual = Rule((rows, axis, ...), is_generated=True, yields=axis)
+    every = {**rules_for(rules), "^residual$": residual}
+    return LayoutMap(mesh, every, unused="ignore")
 
 
 @_checks.user_call

@@ -29,7 +29,6 @@ from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StateError, StepError, stack_level
-from meshlayout.layout_map import Rule, active_map, constrain
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
 from meshlayout.state.creation import is_array
@@ -160,11 +159,11 @@ def call_model(
         with quiet_sow():
             if policy != PrecisionPolicy():
                 params = _paths.flatten(state.params)
-                casting_layers = _layers_with_dtype(model, function)
-                arrays = [leaf.value for leaf in params.leaves]
-                for i, leaf in enumerate(params.leaves):
-                    if leaf.path.rpartition("/")[0] not in casting_layers:
-                        arrays[i] = cast(leaf.value, policy.compute)
+                layers, dtype = _layers_with_dtype(model, function), policy.compute
+                arrays = [
+                    x if path.rpartition("/")[0] in layers else cast(x, dtype)
+                    for path, x, _ in params.leaves
+                ]
                 model = bound_model(params.unflatten(arrays))
                 handlers = (_casting(policy, model), *interceptors)
             with intercepting(model, handlers):
@@ -265,7 +264,15 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
         yield
         return
     if isinstance(model, nn.Module):
-        with nn.intercept_methods(functools.partial(_linen_call, interceptors)):
+
+        def handle(proceed: Any, args: PyTree, kwargs: PyTree, context: Any) -> Any:
+            if context.method_name == "__call__":
+                path = "/".join(context.module.path)
+                call = ModuleCall(path, context.module, proceed)
+                proceed = _handled(interceptors, call)
+            return proceed(*args, **kwargs)
+
+        with nn.intercept_methods(handle):
             yield
         return
     modules = [(path, x) for path, x in named_modules(model) if callable(x)]
@@ -295,61 +302,17 @@ def _wrapper(original: Any) -> Callable[..., Any]:
         proceed = original.__get__(self, type(self))
         # A subclass that calls super().__call__ has been intercepted already.
         if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
-            path = vars(self)[_PATH].text
-            proceed = _handled(_interceptors.get(), path, self, proceed)
+            call = ModuleCall(vars(self)[_PATH].text, self, proceed)
+            proceed = _handled(_interceptors.get(), call)
         return proceed(*args, **kwargs)
 
     return __call__
 
 
-def _linen_call(
-    interceptors: Interceptors,
-    proceed: Callable[..., Any],
-    args: PyTree,
-    kwargs: PyTree,
-    context: Any,
-) -> Any:
-    if context.method_name == "__call__":
-        path = "/".join(context.module.path)
-        proceed = _handled(interceptors, path, context.module, proceed)
-    return proceed(*args, **kwargs)
-
-
-def _handled(
-    interceptors: Interceptors, path: str, module: Module, proceed: Callable[..., Any]
-) -> Callable[..., Any]:
+def _handled(interceptors: Interceptors, call: ModuleCall) -> Callable[..., Any]:
     for interceptor in reversed(interceptors):
-        proceed = interceptor(ModuleCall(path, module, proceed))
-    return proceed
-
-
-def gathering(params: PyTree) -> list[Interceptor]:
-    """Returns what gathers tokens once for all layers that read the same ones.
-
-    Residuals may be sharded along the sequence over an axis that shards the columns of
-    kernels: libtpu would gather them again for the gradient of each of these.
-    """
-    layouts = active_map()
-    rules = layouts.values() if layouts else ()
-    axes = {x.yields for x in rules if isinstance(x, Rule)} - {None}
-    if layouts is None or not axes:
-        return []
-    [axis] = axes
-    size, leaves = layouts.mesh.axis_size(axis or ()), _paths.flatten(params).leaves
-    kernels = [x for x in leaves if x.path.endswith("/kernel")]
-    found = [layouts.match(x.path, x.value.shape, x.value.dtype) for x in kernels]
-    specs = {x.path: jax.tree.leaves(x.layout.specs[1:]) for x in found if x}
-
-    def intercept(call: ModuleCall) -> Callable[..., Any]:
-        def gathered(*args: Any, **kwargs: Any) -> Any:
-            if args and jnp.ndim(args[0]) == 3 and jnp.shape(args[0])[1] % size == 0:
-                args = constrain(constrain(args[0], "residual"), "inputs"), *args[1:]
-            return call.proceed(*args, **kwargs)
-
-        is_cut = axis in specs.get(f"{call.path}/kernel", ())
-        return gathered if is_cut else call.proceed
-
-    return [intercept]
+        call = call._replace(proceed=interceptor(call))
+    return call.proceed
 
 
 def weight_mask(weights: jax.Array) -> Interceptor:
