@@ -69,7 +69,10 @@ def may_shard(
         area = math.prod(space)
         is_map = len(space) < len(shape) > dim + 1 and size in space
         is_pooled = spec is rhs and size > 8 * features and not area * features % size
-        is_flat = is_pooled or size in (area, area * features)
+        # What has as many dims as images, as kernels do, is not flat.
+        is_flat = len(shape) < len(spec) and (
+            is_pooled or size in (area, area * features)
+        )
         flat_dims = sorted(spec[2:] if size == area else (spec[0], *spec[2:]))
         first = next((d for d in flat_dims if var.aval.shape[d] > 1), spec[0])
         pooled = area * features // size if is_pooled and first != spec[0] else 1
