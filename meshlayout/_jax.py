@@ -95,8 +95,7 @@ SENDING = (jax_parallel.ppermute_p,)
 def is_transposing() -> bool:
     """Returns whether the backward pass of a gradient is under way.
 
-    JAX says so in the names of operations alone; the test of a loss that is combined
-    within its function notices.
+    JAX says so in the names of operations alone; a test of combined losses notices.
     """
     return "transpose" in str(source_info_util.current_name_stack())
 
@@ -346,8 +345,7 @@ def is_staged(x: Leaf) -> bool:
 def is_tracing() -> bool:
     """Returns whether this runs inside jit, grad, vmap or another transformation.
 
-    If JAX renames its traces, calls outside jit are refused, too, and nearly all of
-    tests/test_checkpoint.py fails.
+    If JAX renames its traces, all calls are refused: tests/test_checkpoint.py fails.
     """
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
@@ -489,6 +487,12 @@ def manual_axis_sizes() -> dict[str, int]:
     """Returns the sizes of the axes that are manual here, as inside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+
+
+def key_words(x: Leaf) -> Any:
+    """Returns an array of PRNG keys as their words, and anything else as it is."""
+    is_key = isinstance(x, jax.Array) and is_extended(x.dtype)
+    return jax.random.key_data(x) if is_key else x
 
 
 def key_impl(dtype: DType) -> str:

@@ -63,8 +63,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
 def leaf_names(tree: PyTree) -> list[str]:
     """Returns the path of every leaf in a tree.
 
-    Unlike for `flatten`, a variable that modules share has several paths, and two
-    leaves may have the same path.
+    Unlike in `flatten`, a shared variable has several paths, and paths may be equal.
     """
     return _without_params(tree, [leaf.path for leaf in _named(tree)[0]])
 
@@ -102,8 +101,7 @@ def holds_modules(tree: PyTree) -> bool:
 def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
-    JAX sees pytrees: `jax.tree.map` returns a copy with its own random streams and
-    variables.
+    JAX sees pytrees: `jax.tree.map` copies their variables and random streams.
     """
     return isinstance(node, nnx.Variable) or _is_module(node)
 

@@ -1,7 +1,6 @@
 """Rows of text as a plain or an HTML table, and the text of bytes, dtypes and arrays.
 
-Any text may come from a user (paths, patterns, notes): control characters are written
-out, and HTML is escaped.
+Any text may come from a user: control characters are written out, and HTML is escaped.
 """
 
 import html

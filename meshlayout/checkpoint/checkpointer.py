@@ -128,9 +128,8 @@ class Checkpointer(_checks.WithReflexes):
     ) -> bool:
         """Saves a state if a save is due, and returns whether it was.
 
-        The state may be donated as soon as this returns. A step that already exists is
-        replaced once the new files are complete. After SIGTERM, in a loop that began
-        with `resume`, this always saves, and ends the process with status 75.
+        The state may be donated as soon as this returns. After SIGTERM, in a loop that
+        began with `resume`, this always saves, and ends the process with status 75.
 
         Args:
             step: The number of the step.

@@ -71,11 +71,9 @@ class LayoutMap(
         default: The layout of leaves that no pattern matches and whose metadata names
             no known axis. If None, they are replicated.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
-        unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
-            sharded and are never an error.
-        on_uneven: What to do with a dim that does not divide into its shards:
-            `"error"`, or `"replicate"` to leave it unsharded, which `explain` shows. A
-            `Rule` can have its own policy.
+        unmatched: `"replicate"` (or the default), or `"error"`, except for scalars.
+        on_uneven: `"error"` where a dim does not divide into its shards, or
+            `"replicate"` to leave it unsharded. A `Rule` can have its own policy.
         unused: What `create` and `scope` do about a rule that matches no path, and
             steps about one for no activation: `"warn"`, `"error"` or `"ignore"`.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
@@ -191,9 +189,8 @@ class LayoutMap(
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
-        Use this to see or test layouts before anything is created. Rules that disagree
-        and layouts that do not fit raise a LayoutMapError; so do leaves without a rule
-        if `unmatched="error"`.
+        Use this to see or test layouts before anything is created. Rules that disagree,
+        layouts that do not fit and leaves that `unmatched` refuses are LayoutMapErrors.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
@@ -233,8 +230,7 @@ class LayoutMap(
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
         Use this to keep or edit the result of a ready-made rule. Notes become comments.
-        A rule or default that is a function needs the tree: patterns for its leaves
-        take the function's place.
+        Functions need the tree: patterns for its leaves take their place.
 
         Examples:
             >>> import meshlayout as ml

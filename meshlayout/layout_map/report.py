@@ -138,8 +138,7 @@ class Explanation(Resolved):
     Attributes:
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the winners.
-        sends: Bytes that all-reduces send in one step because of a rule, by pattern, if
-            a program was traced.
+        sends: Bytes that all-reduces send in one step, by pattern, if known.
     """
 
     mesh: Mesh

@@ -1,7 +1,6 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
-The sources of layouts, in this order: rules, logical axes, for optimizer states the
-parameter, and the default.
+In this order: rules, logical axes, for optimizer states the parameter, and the default.
 """
 
 import contextlib

@@ -5,8 +5,7 @@ through the program is sharded together or not at all: the columns of one matrix
 rows of the next, all heads of an attention, a vocabulary. Each such set of dims is a
 candidate, with the bytes that it shards and what it would send. A parameter is sharded
 along one dim, so candidates exclude each other; the set with the most bytes is taken,
-where bytes that send much count less. That leaves the features between blocks whole,
-and gives columns, then rows.
+where bytes that send much count less. That gives columns, then rows.
 
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
@@ -150,8 +149,7 @@ def expert_parallel(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called like this, or none of its
-            parameters is a stack of experts.
+        LayoutMapError: If the model cannot be called like this, or has no experts.
 
     Examples:
         >>> import meshlayout as ml
