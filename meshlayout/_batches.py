@@ -49,8 +49,7 @@ def batch_layout(mesh: Mesh) -> Layout:
 def leaf_layout(layout: Layout, rank: int) -> Layout:
     """Returns the layout of one leaf of a batch, whose rank includes the batch dim.
 
-    Dims that the layout of batches does not name are unsharded, and an array with one
-    number per example takes only its first entry.
+    Dims that the layout does not name are unsharded; a vector takes its first entry.
     """
     specs = layout.specs
     if rank == 1:

@@ -42,8 +42,7 @@ class Flat:
 def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     """Flattens any pytree into named leaves, or raises MeshLayoutError.
 
-    A module becomes its `nnx.State`, in which a shared variable occurs once. If
-    `whole`, paths keep a `params` at the root.
+    A module becomes its `nnx.State`. If `whole`, paths keep a `params` at the root.
     """
     if holds_modules(tree):
         tree = nnx.state(with_variables(tree))
@@ -149,8 +148,5 @@ def _without_params(tree: PyTree, paths: list[str]) -> list[str]:
     """Drops Linen's `params` collection from paths, unless two would become one."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return paths
-    start = "params/"
-    inside = {path.removeprefix(start) for path in paths if path.startswith(start)}
-    if any(path in inside for path in paths if not path.startswith(start)):
-        return paths
-    return [path.removeprefix(start) for path in paths]
+    short = [path.removeprefix("params/") for path in paths]
+    return short if len({*short}) == len({*paths}) else paths

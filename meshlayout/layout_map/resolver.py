@@ -224,11 +224,11 @@ class Resolver:
         rule, function = parsed.rule, parsed.function
         if function is not None:
             context = f"in the function of rule {parsed.pattern!r}, called for {array}"
+            extends = layout is not None and hasattr(function, "extend")
             with _checks.noted(context):
-                if layout is None or not hasattr(function, "extend"):
-                    result = function(*array)
-                else:
-                    result = function.extend(*array, layout)
+                result = (
+                    function.extend(*array, layout) if extends else function(*array)
+                )
             rule = checked_rule(result, f"{array}: rule {parsed.pattern!r}")
             if rule.layout is None:
                 return None

@@ -210,7 +210,7 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     flow.new_bits = 0
     flow.itemsize = max([1, *(_jax.itemsize(v.aval.dtype) for v in eqn.outvars[:1])])
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
-    # A slice of a weight is a weight, wherever it begins; a row that inputs choose is not.
+    # A slice of a weight is a weight; but not a row that the inputs choose.
     is_row = sum(map(bool, [*dims, ()][0])) < 2 and any(x.of_inputs for x in args[1:])
     sources = args[:1] if name == "dynamic_slice" and not is_row else args
     results = [

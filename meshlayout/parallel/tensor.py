@@ -61,9 +61,8 @@ def tensor_parallel(
 
     Args:
         mesh: The mesh.
-        model_or_build: An NNX module, a Linen module (not initialized), a pytree of
-            parameters with `call`, or a function without arguments that builds one;
-            the arrays may be `jax.ShapeDtypeStruct`.
+        model_or_build: An NNX or Linen module (not initialized), a pytree of parameters
+            with `call`, or a function that builds one; the arrays may be abstract.
         example_inputs: The inputs of the model: a tuple of arguments, or a single one.
             Only the shapes of arrays matter; other values are passed on.
         axis: The mesh axis to shard over; the others shard the batch.
@@ -72,8 +71,7 @@ def tensor_parallel(
         sequence: Whether to shard the features between blocks along the sequence, where
             the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). Give the map to the step, too, as `layouts=`: it gathers once what
-            several matrices read.
+            2022). Give the step the map, too, as `layouts=`, to gather only once.
 
     Raises:
         MeshError: If the mesh has no such axis.
