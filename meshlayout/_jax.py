@@ -588,7 +588,7 @@ def shard_placer(
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
     """Returns a function that makes a global array of one shard per device, in order.
 
-    `jax.make_array_from_callback` takes twice as long; tests/test_data_batches.py.
+    `jax.make_array_from_callback` is half as fast; tests/test_data_batches.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)

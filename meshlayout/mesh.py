@@ -283,7 +283,7 @@ def create_mesh(
     `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
 
     With `dcn`, only the named axes cross the slow network (the data center's). Others
-    stay in a slice; if there is one, in a process. On one process it has no effect.
+    stay in a slice; if there is only one, in a process. On one process it does nothing.
 
     Args:
         axes: Sizes by name, a list of (name, size), or text such as

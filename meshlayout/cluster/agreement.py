@@ -44,7 +44,7 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
     Use this before a process reads what another one wrote. No device is involved.
 
     Raises:
-        ClusterError: On all processes, if one is late or at another call; names it.
+        ClusterError: On all processes, naming one that is late or at another call.
 
     Examples:
         >>> barrier("the vocabulary is written")

@@ -224,11 +224,9 @@ class Resolver:
         rule, function = parsed.rule, parsed.function
         if function is not None:
             context = f"in the function of rule {parsed.pattern!r}, called for {array}"
-            extends = layout is not None and hasattr(function, "extend")
+            extend = None if layout is None else getattr(function, "extend", None)
             with _checks.noted(context):
-                result = (
-                    function.extend(*array, layout) if extends else function(*array)
-                )
+                result = extend(*array, layout) if extend else function(*array)
             rule = checked_rule(result, f"{array}: rule {parsed.pattern!r}")
             if rule.layout is None:
                 return None

@@ -7,7 +7,7 @@ of its operands, a matmul those that it sums over. What is one factor in the end
 union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
-one below another in its dim, as shards divide the major one; or both are sharded.
+one below another in its dim, unless both are sharded: shards divide the major one.
 """
 
 import functools

@@ -132,10 +132,8 @@ def _as_loss(call: Call) -> Call:
     with suppress(ValueError):  # some of NumPy's have no signature
         parameters = {**inspect.signature(call).parameters}
     makers = {"rngs": lambda: nnx.Rngs(0), "train": lambda: True}
-    required = [
-        x for x, p in parameters.items() if p.default is inspect.Parameter.empty
-    ]
-    needed = [name for name in makers if name in required]
+    empty = inspect.Parameter.empty
+    needed = [x for x in makers if x in parameters and parameters[x].default is empty]
     return lambda *args: call(*args, **{name: makers[name]() for name in needed})
 
 
