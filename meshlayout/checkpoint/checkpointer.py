@@ -66,8 +66,7 @@ class Checkpointer(_checks.WithReflexes):
     share the directory, and save and restore in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run`, which has no locks and needs the
-            extra `gcs`.
+        directory: A local path, or `gs://bucket/run`: without locks, with extra `gcs`.
         keep: How many of the latest steps to keep; None for all.
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the best step.

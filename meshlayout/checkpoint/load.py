@@ -37,8 +37,7 @@ from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# How many rows of a difference an error shows, and among how many names near ones are
-# looked for (difflib is slow).
+# Rows of a difference that an error shows, and names among which it looks for near ones.
 _SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
