@@ -17,7 +17,7 @@ import jax
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
-from meshlayout._annotations import Metadata, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout.arrays.parts import replica_difference, replica_sums
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
@@ -120,7 +120,7 @@ class Checkpointer(_checks.WithReflexes):
         state: PyTree,
         *,
         data: positions.Continues | None = None,
-        metadata: Metadata | Callable[[], Metadata] | None = None,
+        metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         _beside: Mapping[str, PyTree] | None = None,

@@ -37,7 +37,7 @@ from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# Rows of a difference that an error shows, and names among which it looks for near ones.
+# Rows of a difference that an error shows; names among which it looks for near ones.
 _SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
