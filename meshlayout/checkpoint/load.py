@@ -364,8 +364,7 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
         raise CheckpointError(f"{saved} does not fit its layout: {error}.") from None
     # Wider than JAX's, it would be narrowed on devices before its range is checked.
     is_wide = _jax.canonical_dtype(saved.host.dtype) != saved.host.dtype
-    on_host = is_wide or saved.is_number or target.spec.is_key
-    return None if on_host else target.sharding
+    return None if is_wide or saved.is_number or target.spec.is_key else target.sharding
 
 
 def _kept(target: Target) -> Any:

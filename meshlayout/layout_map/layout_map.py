@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 from jax.typing import DTypeLike
@@ -118,9 +118,7 @@ class LayoutMap(
             raise LayoutMapError("give default= or unmatched='error', not both.")
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
-        pairs: Any = rules.items() if isinstance(rules, Mapping) else rules
-        for pattern, value in pairs:
-            self[pattern] = value
+        self.update(cast("Any", rules))
 
     @property
     def mesh(self) -> Mesh:

@@ -151,8 +151,7 @@ class Explanation(Resolved):
         """Paths of large leaves that every device holds in full."""
         large = max(_LARGE_BYTES, _LARGE_SHARE * self.nbytes)
         whole = [x for x in self.resolutions if x.current_layout.is_fully_replicated]
-        is_shared = self.mesh.size > 1
-        return tuple(x.path for x in whole if is_shared and x.nbytes >= large)
+        return tuple(x.path for x in whole if self.mesh.size > 1 and x.nbytes >= large)
 
     @property
     def notes(self) -> list[str]:

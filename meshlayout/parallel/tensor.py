@@ -116,8 +116,7 @@ def tensor_parallel(
         rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
     if not sequence:
         return LayoutMap(mesh, rules_for(rules))
-    rows = batch_axes(mesh)
-    residual = Rule((rows, axis, ...), is_generated=True, yields=axis)
+    residual = Rule((batch_axes(mesh), axis, ...), is_generated=True, yields=axis)
     every = {**rules_for(rules), "^residual$": residual}
     return LayoutMap(mesh, every, unused="ignore")
 
