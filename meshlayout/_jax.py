@@ -575,11 +575,10 @@ def detect_cluster(
         # A job of SLURM, but not started by srun; jax 0.7 does not tell them apart.
         is_alone = name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ
         if not is_alone and kind.is_env_present():
-            settings = kind.auto_detect_unset_distributed_params(
+            return name or "k8s", *kind.auto_detect_unset_distributed_params(
                 *(coordinator_address, num_processes, process_id, None),
                 *(name or None, math.ceil(timeout_s)),
             )
-            return name or "k8s", *settings
     return None
 
 
