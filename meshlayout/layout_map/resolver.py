@@ -1,7 +1,6 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
-The sources of layouts, in this order: rules, logical axes, for optimizer states the
-parameter, and the default.
+In this order: rules, logical axes, for optimizer states the parameter, and the default.
 """
 
 import contextlib
@@ -225,11 +224,9 @@ class Resolver:
         rule, function = parsed.rule, parsed.function
         if function is not None:
             context = f"in the function of rule {parsed.pattern!r}, called for {array}"
+            extend = None if layout is None else getattr(function, "extend", None)
             with _checks.noted(context):
-                if layout is None or not hasattr(function, "extend"):
-                    result = function(*array)
-                else:
-                    result = function.extend(*array, layout)
+                result = extend(*array, layout) if extend else function(*array)
             rule = checked_rule(result, f"{array}: rule {parsed.pattern!r}")
             if rule.layout is None:
                 return None

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
 from meshlayout import _checks
-from meshlayout._render.consoles import console_on, is_notebook
-from meshlayout._render.tables import html_block, html_text
+from meshlayout._render.tables import console_on, html_block, html_text, is_notebook
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
