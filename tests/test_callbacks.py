@@ -360,6 +360,10 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     assert {float(row["learning_rate"]) for row in rows} == {float(np.float32(0.05))}
     fit(trainer, ml.callbacks.Log(path))  # another one begins anew
     assert len(path.read_text().splitlines()) == 2
+    refused = ml.callbacks.Log(path)
+    refused.on_fit_start(trainer)  # of a fit that another callback refuses
+    refused.close()
+    assert len(path.read_text().splitlines()) == 2
     with pytest.raises(ValueError, match="fields not in fieldnames: 'error'") as caught:
         Scripted(1.0, name="error").run(logger)
     assert f"in writing {str(path)!r}" in caught.value.__notes__

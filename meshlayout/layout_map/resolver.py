@@ -29,7 +29,7 @@ from meshlayout.layout_map.rules import (
     checked_rule,
     parse_spec,
 )
-from meshlayout.mesh import Mesh
+from meshlayout.mesh import Mesh, sizes_text
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -134,15 +134,17 @@ class Resolver:
 
     def _of_leaf(self, resolution: Resolution, leaf: _paths.Leaf) -> Resolution:
         """Returns a resolution for a leaf, with its path, and where it is now."""
-        x, placed = leaf.value, None
+        x, placed, note = leaf.value, None, resolution.note
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             actual, planned = x.sharding, resolution.layout.sharding
-            is_named = isinstance(actual, NamedSharding) and actual.mesh == planned.mesh
-            if is_named and not actual.is_equivalent_to(planned, x.ndim):
+            is_named = isinstance(actual, NamedSharding)
+            if is_named and actual.mesh != planned.mesh:
+                place = f"now on Mesh({sizes_text(actual.mesh.shape)})"
+                note = note or f"{place}; this is what the map would give it"
+            elif is_named and not actual.is_equivalent_to(planned, x.ndim):
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(actual, x.ndim)
         axes = tuple(jax.tree.leaves(logical_axes(leaf.box)))
-        note = resolution.note
         if placed and self._options.logical_axes and not axes:
             note = note or "plain arrays have lost their axis names: explain the state"
         return replace(resolution, path=leaf.path, placed=placed, axes=axes, note=note)

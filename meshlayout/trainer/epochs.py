@@ -232,12 +232,12 @@ class TrainerInput:
         is_tuple = isinstance(batch, (tuple, list))  # without names
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
-            advice = ". Batches are tuples: write x, y, *_ = batch, and give Trainer "
-            advice += "weights=2; or use dicts"
+            way = "return one loss per example"
+            if is_tuple:
+                way = "write x, y, *_ = batch, and give Trainer weights=2; or use dicts"
             self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
-                "every device computes all of it. To have it padded, return one loss "
-                f"per example{advice * is_tuple}."
+                f"every device computes all of it. To have it padded, {way}."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.

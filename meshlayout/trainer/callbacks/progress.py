@@ -195,7 +195,7 @@ class Log(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._mode = Path(path), "w+"
+        self._path, self._begins = Path(path), True
         self._kind, self._tensorboard = self._path.suffix, None
         if self._kind not in (".csv", ".jsonl"):
             options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
@@ -209,14 +209,15 @@ class Log(Callback):
         if self._tensorboard is not None:  # a new file, beside those of other runs
             self._file = self._tensorboard.SummaryWriter(str(self._path))
         else:
-            mode = "a+" if trainer.position.is_resumed else self._mode
-            self._file = self._path.open(mode, encoding="utf-8", newline="")
-        self._mode = "a+"
+            self._file = self._path.open("a+", encoding="utf-8", newline="")
+        self._begins &= not trainer.position.is_resumed
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         if self._file is None:
             return
-        step, values = trainer.position.step, scalars(logs)
+        if self._begins and self._tensorboard is None:  # now that a run has begun
+            self._file.truncate(0)
+        self._begins, step, values = False, trainer.position.step, scalars(logs)
         row: dict[str, Any] = {"epoch": epoch, "step": step, **values}
         if self._kind == ".jsonl":
             lists = {name: np.asarray(value).tolist() for name, value in logs.items()}
