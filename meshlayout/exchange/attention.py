@@ -14,12 +14,12 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
-from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
-from meshlayout.exchange.rotation import attend_on_ring
+from meshlayout.exchange.rotation import Inputs, Rules, attend_on_ring
 from meshlayout.mesh import Mesh
 
 
@@ -48,7 +48,7 @@ def ring_attention(
     mesh: Mesh | jax.sharding.Mesh | None = None,
     mask: jax.Array | None = None,
     dtype: DTypeLike | None = None,
-    precision: Precision = None,
+    precision: PrecisionLike = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     **flax: Unpack[FlaxArguments],
@@ -121,7 +121,7 @@ def all_to_all_attention(
     mesh: Mesh | jax.sharding.Mesh | None = None,
     mask: jax.Array | None = None,
     dtype: DTypeLike | None = None,
-    precision: Precision = None,
+    precision: PrecisionLike = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     **flax: Unpack[FlaxArguments],
@@ -210,8 +210,8 @@ def _attend(
     q = q.reshape(*q.shape[:2], kv_heads, heads // kv_heads, q.shape[-1])
     inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(given.axis, given.mesh, where)
-    if mesh_axis is None:
-        return attend_on_one_device(rules, inputs).reshape(shape)
+    if mesh_axis.size == 1:
+        return rules.attend(inputs).reshape(shape)
     # Traced once for all layers of a model, compiled once for calls outside of jit.
     attend = jax.jit(exchange, static_argnames=("axis", "rules"))
 
@@ -245,6 +245,6 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
         of_heads, mask = 3, split(mask)
     arrays = [axis.lay(axis.lay(split(x), by_length), by_heads) for x in (q, k, v)]
     # Computed again backward: all weights of all layers would not fit.
-    local = jax.checkpoint(lambda *arrays: attend_on_one_device(rules, Inputs(*arrays)))
+    local = jax.checkpoint(lambda *arrays: rules.attend(Inputs(*arrays)))
     out = jax.vmap(local, (3, 3, 3, None, of_heads), 3)(*arrays, segment_ids, mask)
     return axis.lay(axis.lay(out, by_heads), by_length).reshape(q.shape)
