@@ -182,9 +182,9 @@ def _attend(
     if given.mask is not None:
         mask, full = jnp.asarray(given.mask), (*rows, heads, length, key_length)
         sizes = (*(1,) * (len(full) - mask.ndim), *mask.shape)
-        fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
-        fact = f"mask must be bools that broadcast to {full}, got {mask.shape}"
-        check(fits and len(sizes) == len(full), fact)
+        fits = [size in (1, of) for size, of in zip(sizes, full, strict=False)]
+        fits = len(sizes) == len(full) and all(fits)
+        check(fits, f"mask must be bools that broadcast to {full}, got {mask.shape}")
         lead = sizes[:-3] if {*sizes[:-3]} == {1} else rows
         full = (*lead, sizes[-3], length, key_length)
         mask = jnp.broadcast_to(mask.reshape(sizes) != 0, full)
@@ -196,10 +196,8 @@ def _attend(
         pair = window if isinstance(window, Sequence) else (window, window)
         fact = "window is a number, or those before and after"
         check(len(pair) == 2, f"{fact}: {_checks.shown(window)}")
-        before, after = (
-            _checks.count("window", x, at_least=0, where=where) for x in pair
-        )
-        after = 0 if causal else after
+        sizes = [_checks.count("window", x, at_least=0, where=where) for x in pair]
+        before, after = sizes[0], 0 if causal else sizes[1]
         is_all = before >= key_length and (causal or after >= key_length)
         reach = None if is_all else (before, after)
     scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale

@@ -153,15 +153,6 @@ class Block:
         return grad_q, rules.product("bkgts,btkgd->bskd", grads, q), grad_v
 
 
-def nothing_seen(q: jax.Array) -> Running:
-    """Returns the running softmax of queries before their first block."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    total = jnp.zeros_like(jnp.moveaxis(q, 1, 3), dtype)
-    # Not 0, so that rows of padding, which may see no key, are not NaN.
-    weight = jnp.full_like(total[..., 0], jnp.finfo(dtype).tiny)
-    return total, jnp.full_like(weight, _MASKED), weight
-
-
 @dataclass(frozen=True)
 class Ring:
     """Who meets whom: all that is known before there are arrays.
@@ -178,11 +169,6 @@ class Ring:
     num_keys: int  # of the sequence, without padding
     first: int  # keys come first from the device so many places before,
     last: int  # and last from this one
-
-    @property
-    def specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """The specs of shards along the sequence, and of chunks."""
-        return PartitionSpec(None, self.axis.name), PartitionSpec(self.axis.name)
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """Returns a shard of the sequence as chunks, in the order of this ring."""
@@ -248,9 +234,8 @@ class Ring:
         padding = [(columns < self.num_keys)[None, None, None, None]] * is_padded
         for a, b, is_partial in pairs:
             masks = [*visible] if is_partial else []
-            if own.mask is not None:
-                span = offset, self.num_columns, 4
-                part = jax.lax.dynamic_slice_in_dim(own.mask, *span)
+            if (mask := own.mask) is not None:
+                part = jax.lax.dynamic_slice_in_dim(mask, offset, self.num_columns, 4)
                 masks.append(jnp.moveaxis(part, 1, 3))
             if own.segment_ids is not None and segments is not None:
                 masks.append(same_segment(_get(own.segment_ids, a), _get(segments, b)))
@@ -291,9 +276,14 @@ def _exchange(ring: Ring, inputs: Inputs) -> jax.Array:
 def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
     def on_device(inputs: Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
         own = Inputs(*jax.tree.map(ring.chunks, inputs[:4]), mask=inputs.mask)
+        dtype = jnp.promote_types(own.q.dtype, jnp.float32)
+        total = jnp.zeros_like(jnp.moveaxis(own.q, 2, 4), dtype)
+        # Not 0, so that rows of padding, which may see no key, are not NaN.
+        weight = jnp.full_like(total[..., 0], jnp.finfo(dtype).tiny)
+        nothing_seen = [total, jnp.full_like(weight, _MASKED), weight]
 
         def visit(shift: int | jax.Array, keys: Keys, running: Any) -> Any:
-            running = jax.vmap(nothing_seen)(own.q) if running is None else running
+            running = running or nothing_seen
             for a, _, block in ring.blocks(shift, keys, own):
                 now = block.forward(_get(own.q, a), [_get(x, a) for x in running])
                 running = [_set(x, y, a) for x, y in zip(running, now, strict=True)]
@@ -303,7 +293,8 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, tuple[Any, ...]]:
         out = jnp.einsum("cbkgtd->cbtkgd", total / weight[..., None])
         return ring.shard(out.astype(own.q.dtype)), (own[:4], top, weight)
 
-    out, saved = ring.axis.shard_map(on_device, ring.specs[:1], ring.specs)(inputs)
+    along, chunked = PartitionSpec(None, ring.axis.name), PartitionSpec(ring.axis.name)
+    out, saved = ring.axis.shard_map(on_device, (along,), (along, chunked))(inputs)
     return out, (saved, out, inputs.mask)
 
 
@@ -332,7 +323,7 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], grad: jax.Array) -> tuple[
         grads = [grads[0], *ring.axis.shift(grads[1:], -ring.last)]
         return tuple(ring.shard(x.astype(own.q.dtype)) for x in grads)
 
-    along, chunked = ring.specs
+    along, chunked = PartitionSpec(None, ring.axis.name), PartitionSpec(ring.axis.name)
     mapped = ring.axis.shard_map(on_device, (chunked, along, along, along), along)
     return (Inputs(*mapped(*residuals, grad)),)
 

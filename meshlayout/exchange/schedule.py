@@ -230,11 +230,10 @@ def _run(
     layers = [jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(depth)]
 
     def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
-        def pick(p: jax.Array) -> jax.Array:
-            return checkpoint_name(p[0] if rounds == 1 else p[number], _PARAMS)
-
-        for params in layers:
-            x = layer(jax.tree.map(pick, params), x)
+        index = 0 if rounds == 1 else number
+        for stack in layers:
+            params = jax.tree.map(lambda p: checkpoint_name(p[index], _PARAMS), stack)
+            x = layer(params, x)
         return x
 
     # The copy of a round's parameters is made again in any case.
