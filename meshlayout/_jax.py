@@ -445,8 +445,9 @@ def is_committed(x: Leaf) -> bool:
 
 def is_in_other_memory(sharding: jax.sharding.Sharding) -> bool:
     """Returns whether a sharding is not in the memory that its devices compute in."""
-    _, main = memory_kinds(next(iter(sharding.addressable_devices)))
-    return sharding.memory_kind not in (None, main)
+    devices = sharding.addressable_devices or sharding.device_set  # if only described
+    _, main = memory_kinds(next(iter(devices)))
+    return sharding.memory_kind not in (None, "device", main)
 
 
 def with_shards(x: jax.Array) -> jax.Array:

@@ -25,3 +25,12 @@ def message_of(
     with pytest.raises(error) as caught:
         call(*args, **options)
     return str(caught.value)
+
+
+def outcome_of(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Returns the class and the message of a call's error; "worked" if there is none."""
+    try:
+        call(*args, **options)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "worked"

@@ -200,10 +200,8 @@ def mixture(d=32, vocab=64, hidden=16, experts=8, capacity=None):
         x = params["embed"][tokens]
         gates = jax.nn.softmax(x @ params["router"])
         if capacity is None:
-            y = (
-                jnp.einsum("btd,edh->bteh", x, params["up"])
-                + params["bias"][None, None]
-            )
+            y = jnp.einsum("btd,edh->bteh", x, params["up"])
+            y = y + params["bias"][None, None]
             y = jnp.einsum("bteh,ehd->bted", jax.nn.relu(y), params["down"])
             x = x + jnp.einsum("bted,bte->btd", y, gates)
         else:

@@ -1,8 +1,7 @@
-"""A small run that is killed, or told to end, and started again; for other tests."""
+"""A small run that is killed, or told to end, and started again; for test_launcher_jobs."""
 
 import json
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
-from tests import forked
 
 
 ROWS, BATCH, EPOCHS = 46, 8, 3
@@ -65,10 +63,8 @@ class Rows(ml.callbacks.Callback):
         trainer.say(step)
 
 
-def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
+def run(directory, seconds, every, say):
     """Runs, or goes on, and writes what came of it."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     mesh = ml.create_mesh({"batch": jax.device_count()})
     state = ml.TrainState.create(
         lambda: Net(nnx.Rngs(0)), OPTIMIZER, ml.LayoutMap(mesh, {}), rng=1
@@ -88,7 +84,7 @@ def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
             EPOCHS,
             callbacks=[ml.callbacks.Checkpoint(ck, every=every), Rows()],
             progress=False,
-            resume=resume,
+            resume=True,
         )
     leaves = {
         jax.tree_util.keystr(path): ml.to_numpy(leaf).tobytes().hex()
@@ -101,18 +97,6 @@ def run(directory, seconds=0.0, every=1, resume=True, say=lambda step: None):
     result = {"leaves": leaves, "history": history, "step": trainer.position.step}
     if jax.process_index() == 0:
         (directory / "result.json").write_text(json.dumps(result))
-    return result
-
-
-def program(*args):
-    """A run as a program, which says its steps."""
-    jax.config.update("jax_num_cpu_devices", 2)
-    run(*args, say=forked.say)
-
-
-def start(directory, seconds=0.0, every=1000):
-    """Starts a run in a process of its own."""
-    return forked.start(directory / "log", program, str(directory), seconds, every)
 
 
 def result_of(directory):

@@ -68,9 +68,6 @@ class Scripted(ml.Trainer):
         return fit(self, *callbacks, epochs=len(self.values), data=data, **options)
 
 
-# A user's own.
-
-
 def test_a_callback_is_called_at_every_moment_in_order(state):
     calls = []
 
@@ -152,6 +149,13 @@ def test_a_value_of_ones_own_is_in_the_history_and_can_be_watched(tmp_path):
     assert len(history["loss"]) == 3
     assert saving.best_step() == 1
     assert "there will be no 'mine'" in message_of(Scripted(1).run, stopping)
+    assert message_of(Scripted(1).run, stopping, Mine()) == (
+        "EarlyStopping: there will be no 'mine', only 'loss'. If a later callback adds "
+        "it, list that one first."
+    )
+    misspelled = ml.callbacks.EarlyStopping("mien", mode="max")  # as is known later
+    with pytest.raises(KeyError, match=r"only 'loss', 'mine'\. Did you mean 'mine'"):
+        Scripted(1).run(Mine(), misspelled)
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
@@ -192,9 +196,6 @@ def test_a_fit_that_does_not_validate_any_more_says_so(state):
         trainer.history[-1]
 
 
-# Progress.
-
-
 def test_a_log_has_a_plain_line_per_epoch_and_a_terminal_a_bar(capsys):
     losses = 12.5, 0.75, math.nan, 0.0625, 1e-5
     history = Scripted(*losses).run(progress=True)
@@ -227,9 +228,8 @@ def test_the_lines_of_epochs_fit_the_terminal(state, width):
     (line,) = [x for x in lines if x.startswith("epoch 1/2  loss") and "step" not in x]
     facts = [" s", " left", " examples/s"]
     count = {200: 3, 100: 2, 70: 0}.get(width, 0)
-    assert [fact for fact in facts if f"{fact}," in line or f"{fact})" in line] == (
-        facts[:count]
-    )
+    shown = [fact for fact in facts if f"{fact}," in line or f"{fact})" in line]
+    assert shown == facts[:count]
     assert line.endswith("…") == (width <= 40)
 
 
@@ -258,13 +258,17 @@ def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     trainer = Scripted(1.0, math.nan, math.nan)
     trainer.run()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the loss is NaN, as NaN in the data makes it, or labels")
+    assert said.startswith("the loss is NaN, as too high a learning rate makes it, NaN")
     assert "Parameters that are NaN stay so: create the state and " in said
     trainer.run()  # from parameters that may be NaN
     assert len(caplog.records) == 2
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())
     assert not caplog.records
+    Scripted(math.nan, math.nan, name="val_loss").run()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the val_loss is NaN, as ")
+    assert "callbacks=[ml.callbacks.StopOnNaN('val_loss')] stops" in said
 
 
 def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
@@ -284,9 +288,6 @@ def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
     assert "<progress" in shown[0]
     assert all(f"epoch {n}/2  loss " in shown[-1] for n in (1, 2))
     assert not re.search("<progress|validating", shown[-1])
-
-
-# Stopping.
 
 
 def test_early_stopping_waits_for_its_patience():
@@ -344,9 +345,6 @@ def test_nan_stops_training_within_the_epoch(state, capsys):
     assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 3"
 
 
-# Logs.
-
-
 def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     path = tmp_path / "runs" / "log.csv"
     path.parent.mkdir()
@@ -368,24 +366,38 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
 
 
 class Counting(ml.Trainer):
-    """Measures a metric with dims, and NaN."""
+    """Measures metrics with dims, and NaN."""
 
     def train_step(self, state, batch, metrics):
         counted = ml.metrics.ConfusionMatrix(2).update(jnp.eye(2), jnp.array([0, 0]))
         metrics = {"counts": counted, "loss": ml.metrics.Last().update(jnp.nan)}
+        recall = ml.metrics.Recall(2, average=None)
+        metrics["recall"] = recall.update(jnp.eye(2), jnp.array([0, 0]))
         return state, ml.metrics.Metrics(metrics)
 
 
-def test_metrics_with_dims_and_nan_are_numbers_as_far_as_files_hold_them(tmp_path):
+def test_metrics_with_dims_and_nan_are_shown_as_far_as_each_place_holds_them(
+    tmp_path, capsys
+):
     loggers = [ml.callbacks.Log(tmp_path / f"log.{kind}") for kind in ("csv", "jsonl")]
     history = fit(Counting({"n": 0}), *loggers, data=[{"x": np.ones(2)}])
     counts = history["counts"][0].tolist()
     assert sum(map(sum, counts)) == 2
     row = json.loads((tmp_path / "log.jsonl").read_text())
-    assert row == {"epoch": 1, "step": 1, "counts": counts, "loss": None}
+    recall = [0.5, 0.0]  # of two rows of class 0 one is right; class 1 has none
+    scalars = {"epoch": 1, "step": 1, "loss": None}
+    assert row == {**scalars, "counts": counts, "recall": recall}
     lines = (tmp_path / "log.csv").read_text().split()
-    assert lines == ["epoch,step,loss", "1,1,nan"]
+    assert lines == ["epoch,step,loss,recall_0,recall_1", "1,1,nan,0.5,0.0"]
     assert "f32[2, 2]" in repr(history)
+    assert "recall_0" in repr(history.plot())
+    fit(Counting({"n": 0}), data=[{"x": np.ones(2)}], progress=True)
+    assert "recall [0.5000 0.0000]" in capsys.readouterr().out
+    stopping = ml.callbacks.EarlyStopping("recall", mode="max")
+    data = [{"x": np.ones(2)}]
+    assert message_of(lambda: fit(Counting({"n": 0}), stopping, data=data)) == (
+        "EarlyStopping: 'recall' has 2 values: watch a scalar, as of average='macro'."
+    )
 
 
 def test_tensorboard_gets_epochs(monkeypatch, tmp_path):
@@ -405,9 +417,6 @@ def test_steps_of_many_at_once_are_due_when_they_pass(every, steps, state, tmp_p
     with ml.Checkpointer(tmp_path, keep=None) as ck:
         fit(trainer, ml.callbacks.Checkpoint(ck, every=every), data=batches(6))
         assert ck.all_steps() == steps
-
-
-# Saving and tracing.
 
 
 @pytest.mark.parametrize(("every", "own"), [(2, {}), ("epoch", {}), (1, {"every": 4})])

@@ -37,9 +37,6 @@ def assert_same_layouts(made, expected):
     assert all(a.sharding.is_equivalent_to(b.sharding, b.ndim) for a, b in leaves)
 
 
-# Every dtype and tree.
-
-
 DTYPES = [
     "bool",
     *("int4", "int8", "int16", "int32"),
@@ -138,9 +135,6 @@ def test_linen_boxes_and_host_memory_come_back(ck, mesh_2x4):
     assert made["host"].sharding.memory_kind == "pinned_host"
 
 
-# A train state, which several tests read.
-
-
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(4, 8, rngs=rngs)
@@ -205,9 +199,6 @@ def test_layouts_alone_go_by_the_paths_that_inspect_shows(kept):
         assert str(ml.fetch_layout(x)) == "[unsharded, fsdp]"
 
 
-# Anywhere.
-
-
 WHOLE = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
 
 MESHES = {
@@ -246,9 +237,6 @@ def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
     with jax.set_mesh(other), jax.transfer_guard("disallow"):
         made = saved_and_restored(ck, {"x": x})
     assert_same_bits(made, {"x": x})
-
-
-# Another dtype, other names, a part.
 
 
 def test_arrays_are_renamed_cast_and_left_out(ck):
@@ -290,9 +278,6 @@ def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
         "a f64[8]: JAX would turn float64 into float32. Ask for that with "
         "dtype='float32', or set jax_enable_x64."
     )
-
-
-# Steps.
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -413,9 +398,6 @@ def test_a_save_compiles_no_program(ck, mesh_2x4):
     ck.wait()
     assert compiled == []
     assert_same_bits(ck.restore(state), state)
-
-
-# What is refused.
 
 
 def deleted():

@@ -65,8 +65,10 @@ def is_state_of(step, state):
 def resumed(directory):
     """The step that a resumed run gets whole, and what it warned of."""
     position = Position()
-    with warnings.catch_warnings(record=True) as caught, Checkpointer(directory) as ck:
-        warnings.simplefilter("always")
+    with (
+        warnings.catch_warnings(record=True, action="always") as caught,
+        Checkpointer(directory) as ck,
+    ):
         found = ck.resume(state_of(0), data=position)
     said = [str(one.message) for one in caught if one.category is CheckpointWarning]
     return position.state if is_state_of(position.state, found) else None, said
@@ -74,9 +76,6 @@ def resumed(directory):
 
 def files_of(directory):
     return sorted(one for one in directory.rglob("*") if one.is_file())
-
-
-# Files that change.
 
 
 def test_every_flipped_bit_is_noticed(run):
@@ -150,9 +149,6 @@ def test_the_older_format_is_refused_with_the_way_out(run):
         ck.save(6, state_of(1))
         ck.wait()
         assert ck.all_steps() == [5, 6]  # nothing deletes it
-
-
-# Writing that fails.
 
 
 def check_save_works_after(ck):
@@ -231,9 +227,6 @@ def test_an_old_step_that_cannot_be_deleted_is_reported(tmp_path, monkeypatch, c
         ck.save(3, {"x": 3})
         ck.wait()
         assert ck.all_steps() == [3]
-
-
-# Whose directory it is.
 
 
 def test_what_no_checkpointer_wrote_is_left_alone(run):

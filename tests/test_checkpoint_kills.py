@@ -26,7 +26,6 @@ FAILING = {
 
 PLANS = {
     "some": [
-        {"kind": "random", "mode": "again", "kills": 3},
         {"kind": "random", "mode": "again", "kills": 2, "processes": 2},
         {"kind": "calls", "keep": 1, "step": 2, "error": 0, "stride": 6, "first": 86},
         {"kind": "calls", "keep": 2, "step": 3, "error": errno.EIO, "stride": 45},

@@ -29,9 +29,6 @@ def numbered(*names, shape=(2,), dtype="float32"):
     return {name: np.full(shape, i, dtype) for i, name in enumerate(names)}
 
 
-# Renaming.
-
-
 def test_the_first_pattern_that_matches_a_name_renames_it():
     saved = numbered("h.0.w", "h.1.w", "wte", "ln.w")
     like = {
@@ -70,9 +67,6 @@ def test_the_first_pattern_that_matches_a_name_renames_it():
 def test_a_table_that_does_not_work_says_so(table, message):
     saved = numbered("encoder.kernel", "decoder.kernel")
     assert error_of(restored, saved, saved, rename=table) == message
-
-
-# Differences.
 
 
 def test_all_differences_stand_side_by_side_with_near_names():
@@ -161,9 +155,6 @@ def test_only_what_partial_names_may_differ_and_is_left_as_it_is():
         (3, "partial must be True, False, or patterns of paths that stay, got 3."),
     ):
         assert error_of(restored, saved, like, partial=pattern).startswith(text)
-
-
-# Dtypes.
 
 
 def test_another_dtype_of_the_same_kind_is_taken_if_it_is_asked_for():

@@ -23,6 +23,7 @@ import meshlayout as ml
 from meshlayout import checkpoint
 from meshlayout.arrays.parts import replica_sums
 from meshlayout.checkpoint import Checkpointer, checkpointer, orbax
+from tests.error_messages import outcome_of
 from tests.processes import run_processes
 from tests.test_checkpoint import Position
 from tests.test_checkpoint_foreign import Counted
@@ -125,9 +126,6 @@ def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
     assert restore_all(two) + restore_all(four) == 4
 
 
-# What each process reads and writes.
-
-
 KERNEL = np.arange(128, dtype="float32").reshape(8, 16)
 BIAS = np.arange(16, dtype="float32")
 
@@ -154,7 +152,7 @@ def weights(where):
     save = checkpoint.save_safetensors
     save(f"{where}/plain", state)
     places = f"{where}/plain", f"{where}/{jax.process_index()}"  # not shared
-    said = [message(lambda place=place: save(place, state)) for place in places]
+    said = [outcome_of(save, place, state) for place in places]
     specs = {"kernel": ("model", "batch"), "bias": (("batch", "model"),)}
     other = ml.LayoutMap(mesh, specs)
     parts = [check(checkpoint.load_safetensors(f"{where}/plain", other))]
@@ -214,17 +212,6 @@ def test_each_process_hashes_and_reads_its_share(tmp_path):
         assert 0.9 < restored < 1.1
 
 
-# What goes wrong on one of them.
-
-
-def message(call):
-    try:
-        call()
-    except ml.errors.CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def faults(directory):
     """Lets things go wrong on one process; returns what each one was told."""
     first, told = jax.process_index() == 0, {}
@@ -241,44 +228,40 @@ def faults(directory):
     with pytest.MonkeyPatch.context() as patch:
         slowed(patch, fail)
         ck.save(2, state)
-        told["background"] = message(ck.wait)
+        told["background"] = outcome_of(ck.wait)
 
     # Process 0 cannot make the directory.
     if first:
         (Path(directory) / "3").write_text("in the way")
-    told["directory"] = message(lambda: ck.save(3, state))
+    told["directory"] = outcome_of(ck.save, 3, state)
     if first:
         (Path(directory) / "3").unlink()
 
     # The step is not a number on process 1.
-    told["step"] = message(lambda: ck.save(4 if first else "4", state))
+    told["step"] = outcome_of(ck.save, 4 if first else "4", state)
 
     # Process 1 has an iterator, or a function, that fails.
     bad = Position({"at": 1 if first else {1, 2}})
-    told["data"] = message(lambda: ck.save(4, state, data=bad))
+    told["data"] = outcome_of(ck.save, 4, state, data=bad)
 
     def metadata():
         return {} if first else {}["not here"]
 
-    try:
-        told["metadata"] = message(lambda: ck.save(1, state, metadata=metadata))
-    except KeyError:
-        told["metadata"] = "KeyError: 'not here'"
+    told["metadata"] = outcome_of(ck.save, 1, state, metadata=metadata)
     ck.save(4, state)
     ck.wait()
     told["all_steps"] = ck.all_steps()
 
     # Process 1 looks into another directory.
     other = Checkpointer(directory if first else f"{directory}-other")
-    told["other"] = message(lambda: other.restore(state))
+    told["other"] = outcome_of(other.restore, state)
 
     # A file is damaged.
     if first:
         (Path(directory) / "4" / "orbax.checkpoint").write_text("?")
-    told["damaged"] = message(lambda: ck.restore(state))
+    told["damaged"] = outcome_of(ck.restore, state)
     position = Position()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         made = ck.resume(state, data=position)
     told["warned"] = [str(one.message).partition(".")[0] for one in caught]
     told["same"] = shards(made) == shards(state)
@@ -290,14 +273,9 @@ def faults(directory):
 def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     run, is_not = tmp_path / "run", "is not as it was saved:"
     for index, one in enumerate(run_processes(2, faults, str(run), shared=True)):
-        assert one["background"] == (
-            f"CheckpointError: step 2 could not be saved in {run}: the cable is out. "
-            "Earlier steps are unchanged; the next save starts anew."
-        )
-        assert one["directory"] == (
-            f"CheckpointError: {run}/3 is in the way: it is not an intact step of this "
-            "version. Remove it."
-        )
+        why = f"CheckpointError: step 2 could not be saved in {run}: the cable is out. "
+        assert one["background"].startswith(why)
+        assert one["directory"].startswith(f"CheckpointError: {run}/3 is in the way: ")
         assert one["step"].endswith("step must be a non-negative integer, got '4'.")
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot be written "
@@ -315,7 +293,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         assert (one["same"], one["position"]) == (True, {"at": 10 + index})
     left = sorted(path.name for path in run.iterdir())
     assert left == [".lock", ".shared", "1", "4"]
-    assert message(lambda: Checkpointer(run).restore(data=Position(), step=1)) == (
+    assert outcome_of(Checkpointer(run).restore, data=Position(), step=1) == (
         "CheckpointError: the data positions of 2 processes differed: "
         "restore on 2 processes."
     )
@@ -330,18 +308,18 @@ def disagreements(directory):
     elsewhere = f"{directory}-x" if first else "/x"
     with Checkpointer(directory) as ck, Checkpointer(elsewhere) as x:
         begin_s = time.monotonic()
-        told["directories"] = message(lambda: x.save(1, state))
+        told["directories"] = outcome_of(x.save, 1, state)
         told["seconds"] = time.monotonic() - begin_s
-        told["steps"] = message(lambda: ck.save(1 if first else 2, state))
+        told["steps"] = outcome_of(ck.save, 1 if first else 2, state)
         other = state if first else state | {"more": jnp.ones(2)}
-        told["states"] = message(lambda: ck.save(1, other))
+        told["states"] = outcome_of(ck.save, 1, other)
         # One bit differs in an array that all devices hold, or of which each process
         # holds all shards.
         half = WHOLE.astype(jnp.bfloat16)
         half.view(np.uint16)[7, 7] ^= 0 if first else 1
         for name, specs in ("copies", (None, None)), ("shards", (None, "model")):
             flipped = state | {"half": place(half, mesh.layout(*specs))}
-            told[name] = message(lambda flipped=flipped: ck.save(1, flipped))
+            told[name] = outcome_of(ck.save, 1, flipped)
         told["sums"] = []
         for layout in mesh.layout(None, None), mesh.layout(None, "model"):
             hlo = layout.sharding._to_xla_hlo_sharding(2)
@@ -444,7 +422,7 @@ def ends(directory):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     ck = Checkpointer(directory)
     ck.save(1, state)
-    told = message(ck.wait)
+    told = outcome_of(ck.wait)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return told
 

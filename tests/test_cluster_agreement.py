@@ -14,22 +14,13 @@ import meshlayout as ml
 from meshlayout import _jax
 from meshlayout.errors import ClusterError
 from tests.bad_values import BAD, refusal
+from tests.error_messages import outcome_of
 from tests.processes import run_processes
 
 
 cluster = ml.cluster
 
 ORDER = "All processes must make the same calls of ml.cluster, in the same order."
-
-
-def message(function, *args, **kwargs):
-    """The message with which a call is refused; "worked" if it is not."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        is_ours = isinstance(error, ClusterError)
-        return str(error) if is_ours else f"{type(error).__name__}: {error}"
-    return "worked"
 
 
 def host_values():
@@ -77,7 +68,7 @@ def job():
     both = cluster.all_gather(large)
     seen["large"] = [both[index].tobytes() == large.tobytes(), both.shape]
     with ThreadPoolExecutor(1) as pool:
-        seen["thread"] = pool.submit(message, cluster.broadcast, 1).result()
+        seen["thread"] = pool.submit(outcome_of, cluster.broadcast, 1).result()
     seen["has backend"] = _jax.has_backend()
     seen["array"] = str(cluster.broadcast(jnp.ones(2, "bfloat16") * index).dtype)
     mesh = ml.create_mesh({"batch": 2})
@@ -92,30 +83,34 @@ def job():
 def refusals(index):
     other = index == 1
     told = {}
-    told["absent"] = message(cluster.barrier, "a", 0.6) if not other else ""
+    told["absent"] = outcome_of(cluster.barrier, "a", 0.6) if not other else ""
     if other:
         time.sleep(3)
-        told["absent"] = message(cluster.barrier, "a", 5)
-    told["call"] = message(*[(cluster.barrier, "b"), (cluster.all_gather, 1)][index])
-    told["path"] = message(cluster.all_gather, [{"x": 1, "y": 2}, {"x": 1}][index])
-    told["dtype"] = message(cluster.all_gather, {"x": np.ones(2, ["f4", "f8"][index])})
-    told["containers"] = message(cluster.all_gather, [[1], (1,)][index])
-    told["leaf"] = message(cluster.all_gather, {"x": (lambda: 0) if other else 1})
+        told["absent"] = outcome_of(cluster.barrier, "a", 5)
+    told["call"] = outcome_of(*[(cluster.barrier, "b"), (cluster.all_gather, 1)][index])
+    told["path"] = outcome_of(cluster.all_gather, [{"x": 1, "y": 2}, {"x": 1}][index])
+    told["dtype"] = outcome_of(
+        cluster.all_gather, {"x": np.ones(2, ["f4", "f8"][index])}
+    )
+    told["containers"] = outcome_of(cluster.all_gather, [[1], (1,)][index])
+    told["leaf"] = outcome_of(cluster.all_gather, {"x": (lambda: 0) if other else 1})
     cluster.assert_same(host_values(), "the configuration")
-    told["value"] = message(
+    told["value"] = outcome_of(
         cluster.assert_same, {"lr": 0.1 + index}, "the configuration"
     )
     zeros, large = np.zeros(2), np.zeros(1000)
-    told["sign"] = message(cluster.assert_same, -zeros if other else zeros, "x")
-    told["large"] = message(cluster.assert_same, large + index, "x")
+    told["sign"] = outcome_of(cluster.assert_same, -zeros if other else zeros, "x")
+    told["large"] = outcome_of(cluster.assert_same, large + index, "x")
     many = dict.fromkeys("abcde", index)
-    told["many"] = message(cluster.assert_same, many, "the configuration")
+    told["many"] = outcome_of(cluster.assert_same, many, "the configuration")
     mesh = ml.create_mesh({"batch": 2})
     # Bound together without a comparison, as raw JAX lets one do.
     replicated = jax.make_array_from_process_local_data(
         mesh.layout(None).sharding, np.full(2, index, "f4")
     )
-    told["replicated"] = message(cluster.assert_same, {"w": replicated}, "the params")
+    told["replicated"] = outcome_of(
+        cluster.assert_same, {"w": replicated}, "the params"
+    )
     return told
 
 
@@ -156,7 +151,10 @@ def test_an_array_that_jax_put_on_one_device_of_each_process_has_its_parts(seen)
 
 @pytest.mark.multiprocess
 def test_calls_from_other_threads_are_refused(seen):
-    text = "broadcast: call it in the main thread, as threads have no common order."
+    text = (
+        "ClusterError: broadcast: call it in the main thread, as threads have no common "
+        "order."
+    )
     assert [process["thread"] for process in seen] == [text] * 2
 
 
@@ -195,7 +193,7 @@ def test_what_differs_is_named_on_all_processes(seen, case):
         text = process["refused"][case]
         digests = re.findall(r"digest (\w+)", text)
         assert len({*digests}) == len(digests)
-        assert text == REFUSED[case].format(*digests)
+        assert text == f"ClusterError: {REFUSED[case].format(*digests)}"
 
 
 @pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)

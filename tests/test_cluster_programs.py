@@ -13,6 +13,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout.cluster import channel
+from tests.error_messages import outcome_of
 from tests.processes import run_processes
 
 
@@ -21,15 +22,6 @@ pytestmark = pytest.mark.multiprocess
 SAME = (
     "All must run the same program, with the same arguments, made from the same seed."
 )
-
-
-def message(function, *args):
-    """The message with which a call is refused, and its class; else "worked"."""
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "worked"
 
 
 def placed(layout, value):
@@ -74,22 +66,22 @@ def differences(mesh, index):
     """What is not the same on all processes; for each, the error on this one."""
     told, state, batch = {}, state_of(mesh), batch_of(mesh)
     rules = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
-    told["rows"] = message(step_of(), state, batch_of(mesh, [8, 4][index]))
-    told["number"] = message(step_of(), state, batch, float(index))
-    told["params"] = message(step_of(), state_of(mesh, index), batch)
+    told["rows"] = outcome_of(step_of(), state, batch_of(mesh, [8, 4][index]))
+    told["number"] = outcome_of(step_of(), state, batch, float(index))
+    told["params"] = outcome_of(step_of(), state_of(mesh, index), batch)
     turned = ml.Mesh(
         jax.sharding.Mesh(np.array(jax.devices())[:: 1 - 2 * index], "batch")
     )
-    told["mesh"] = message(step_of(), state_of(turned), batch_of(turned))
-    told["key"] = message(
+    told["mesh"] = outcome_of(step_of(), state_of(turned), batch_of(turned))
+    told["key"] = outcome_of(
         ml.compile_step(lambda state, batch: (state, batch.sum())),
         {"key": ml.create(lambda: jax.random.key(3)), **state} | key_of(mesh, index),
         batch,
     )
-    told["create"] = message(ml.create, lambda: linear(index), rules)
-    told["constant"] = message(ml.create, jitted_constant(index), rules)
+    told["create"] = outcome_of(ml.create, lambda: linear(index), rules)
+    told["constant"] = outcome_of(ml.create, jitted_constant(index), rules)
     with ml.scope(rules):
-        told["scope"] = message(linear, index)
+        told["scope"] = outcome_of(linear, index)
     return told
 
 
@@ -108,22 +100,22 @@ def jitted_constant(index):
 def harmless(mesh, index):
     """What differs without harm."""
     state, batch = state_of(mesh), batch_of(mesh)
-    told = {"callbacks": message(ml.compile_step(callbacks), state_of(mesh), batch)}
+    told = {"callbacks": outcome_of(ml.compile_step(callbacks), state_of(mesh), batch)}
     step = step_of()
     if index == 0:
         step.lower(state, batch)
         step.memory(state, batch_of(mesh, 4))
         local = ml.create_mesh({"batch": 2}, devices=jax.local_devices())
-        told["local"] = message(step_of(), state_of(local), batch_of(local))
-    told["lowered on one"] = message(step, state_of(mesh), batch)
-    told["lowered for others"] = message(step, state_of(mesh), batch_of(mesh, 4))
+        told["local"] = outcome_of(step_of(), state_of(local), batch_of(local))
+    told["lowered on one"] = outcome_of(step, state_of(mesh), batch)
+    told["lowered for others"] = outcome_of(step, state_of(mesh), batch_of(mesh, 4))
     rules = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
     state = ml.TrainState.create(linear, optax.adam(1.0), rules)
     rows = {"x": np.ones((5 + index, 4), np.float32)}
     data = ml.distribute_dataset(rows, mesh, global_batch_size=8, per_process=True)
     train_step = ml.make_train_step(lambda model, batch: model(batch["x"]).mean(-1))
     (batch, *_) = data
-    told["train step"] = message(train_step, state, batch)
+    told["train step"] = outcome_of(train_step, state, batch)
     return told
 
 
@@ -137,7 +129,7 @@ def job():
     exchange = channel.Channel.exchange
     channel.Channel.exchange = functools.partialmethod(exchange, timeout_s=0.6)
     time.sleep(1.5 * index)
-    told["recompiles"] = message(step, state_of(mesh), batch_of(mesh, 4))
+    told["recompiles"] = outcome_of(step, state_of(mesh), batch_of(mesh, 4))
     return told
 
 
@@ -166,13 +158,15 @@ def majority():
     index, told = jax.process_index(), {}
     mesh = ml.create_mesh({"batch": 4})
     rows = [8, 8, 4, 8][index]
-    told["rows"] = message(step_of(), state_of(mesh), batch_of(mesh, rows))
+    told["rows"] = outcome_of(step_of(), state_of(mesh), batch_of(mesh, rows))
     if index in (1, 3):
         devices = [d for d in jax.devices() if d.process_index in (1, 3)]
         pair = ml.create_mesh({"batch": 2}, devices=devices)
-        told["pair"] = message(step_of(), state_of(pair), batch_of(pair))
+        told["pair"] = outcome_of(step_of(), state_of(pair), batch_of(pair))
         scale = 1.0 * (index == 3)
-        told["pair differs"] = message(step_of(), state_of(pair), batch_of(pair), scale)
+        told["pair differs"] = outcome_of(
+            step_of(), state_of(pair), batch_of(pair), scale
+        )
     return told
 
 

@@ -41,9 +41,6 @@ def state(mesh):
     }
 
 
-# What it computes.
-
-
 def test_steps_compute_the_function_and_the_layouts_that_come_in_go_out(state, mesh):
     def function(state, batch):
         # Left alone, the compiler would shard the sum like the batch.
@@ -98,9 +95,6 @@ def test_it_is_a_decorator_of_what_is_called_by_name_or_by_place():
     )
 
 
-# How often it compiles, and what it says.
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("is_on_mesh", [False, True])
 def test_one_trace_for_many_calls_whatever_the_state_begins_with(is_on_mesh, mesh):
@@ -111,14 +105,17 @@ def test_one_trace_for_many_calls_whatever_the_state_begins_with(is_on_mesh, mes
         traces.append(batch)
         n = jnp.where(batch.sum() > 0, 1, 2)  # of a weak type
         rest = {name: state[name] + 1 for name in ("x", "m")}
+        rest["mean"] = state["mean"].update(batch)
         return {"n": n, **rest, "w": state["w"] * 2}, None
 
     w = ml.arrays.ones(8, mesh.layout("model")) if is_on_mesh else jnp.ones(8)
     state = {"n": jnp.int32(0), "x": 0, "m": np.float32(2), "w": w}
+    state["mean"] = ml.metrics.Mean()
     for _ in range(4):
         state, _ = step(state, jnp.float32(1))
     assert state["n"].dtype == jnp.int32
     assert (int(state["x"]), float(state["m"])) == (4, 6)
+    assert (float(state["mean"].compute()), int(state["mean"].count)) == (1, 4)
     if is_on_mesh:
         assert ml.Layout.of(state["x"]) == ml.Layout.of(state["m"]) == mesh.layout()
     assert len(traces) == 1
@@ -271,9 +268,6 @@ def test_what_is_only_lowered_is_not_remembered(state):
         step(state, jnp.ones(2))
 
 
-# What it refuses.
-
-
 def used_up():
     step, state = ml.compile_step(doubled), {"w": jnp.ones(3)}
     step(state, jnp.ones(2))
@@ -341,9 +335,6 @@ def test_an_error_of_the_step_itself_comes_through_and_loses_nothing(state):
     with pytest.raises(KeyError, match="mine"):
         failing(state, jnp.ones(2))
     assert deleted(state) == [False] * 3
-
-
-# In processes of their own.
 
 
 def unread_steps():

@@ -11,11 +11,6 @@ import meshlayout as ml
 from meshlayout.hlo import read_cost
 
 
-@pytest.fixture
-def mesh():
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 def cost_of(function, *arguments):
     return read_cost(jax.jit(function).trace(*arguments))
 
@@ -78,9 +73,6 @@ def test_the_program_of_a_shard_counts_on_every_device(mesh):
 def test_a_cost_with_unknown_loops_branches_or_kernels_is_not_exact(program):
     cost = cost_of(program, jnp.ones((8, 8)))
     assert (cost.flops, cost.is_exact) == (2 * 8**3, False)
-
-
-# Memory.
 
 
 def squares(model, batch):

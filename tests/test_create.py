@@ -101,10 +101,7 @@ class LinenEverything(nn.Module):
         x = nn.Dense(16)(x)
         x = nn.BatchNorm(use_running_average=False)(x)
         x, _ = nn.scan(
-            Layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=4,
+            Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4
         )()(x, None)
         self.variable("cache", "seen", lambda: jnp.zeros((8,), jnp.int32))
         return nn.Dense(8, kernel_init=nn.initializers.orthogonal())(x)
@@ -204,7 +201,9 @@ def initializers():
 # Alike, so that what they have in common compiles once.
 ODD = [
     ("2x4", (3, 24, 7), (None, ("batch", "model"), None), "float32"),
-    ("3", (5, 11, 33), (None, None, "model"), "bfloat16"),
+    pytest.param(
+        *("3", (5, 11, 33), (None, None, "model"), "bfloat16"), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -236,9 +235,6 @@ def assert_lies(made, layouts):
         assert shapes == {layout.shard_shape(leaf.shape)}
         sharded += not layout.is_fully_replicated
     return sharded
-
-
-# No leaf is ever whole on a device.
 
 
 def lecun(seed, shape=(512, 512)):
@@ -302,9 +298,6 @@ def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
     assert paths == [*names]
     plan = ml.describe(linear, layouts)
     assert_same_bits(plan.create(), linear())
-
-
-# What a state shares with nothing else, and what it keeps.
 
 
 def pointers(tree):
@@ -392,9 +385,6 @@ def test_values_do_not_depend_on_the_context(mesh_2x4, build, context):
     if build is linear:  # of one structure: tree maps take both
         jax.tree.map(np.testing.assert_array_equal, *map(nnx.state, (made, expected)))
         assert ml.Layout.of(made.kernel[...]) == mesh_2x4.layout(None, "model")
-
-
-# What is refused, and how.
 
 
 RNGS = nnx.Rngs(0)

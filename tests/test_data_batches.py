@@ -19,6 +19,7 @@ from flax.core import FrozenDict
 import meshlayout as ml
 from meshlayout import data as md
 from tests.error_messages import message_of
+from tests.seekable import SeekableIterator
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -70,21 +71,14 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-# The same examples from all kinds of sources
-
-
 def as_examples(source):
     rows = range(len(source["y"]))
     return [{key: leaf[row] for key, leaf in source.items()} for row in rows]
 
 
 def as_batches(source, sizes):
-    found, start = [], 0
-    for size in sizes:
-        part = {key: leaf[start : start + size] for key, leaf in source.items()}
-        found.append(part)
-        start += size
-    return found
+    cuts = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [{key: leaf[a:b] for key, leaf in source.items()} for a, b in cuts]
 
 
 class Reiterable:
@@ -107,20 +101,13 @@ class RandomAccess:
 
 
 KINDS = {
-    "arrays": lambda s: (s, {}),
-    "jax arrays": lambda s: (jax.tree.map(jnp.asarray, s), {}),
-    "list of examples": lambda s: (as_examples(s), {}),
-    "random access": lambda s: (RandomAccess(as_examples(s)), {}),
-    "iterable": lambda s: (Reiterable(as_examples(s)), {}),
-    "iterator": lambda s: (iter(as_examples(s)), {}),
-    "generator function": lambda s: (lambda: (e for e in as_examples(s)), {}),
-    "batches of its own size": lambda s: (as_batches(s, [8, 8, 4]), {"batched": True}),
-    "small batches": lambda s: (as_batches(s, [3] * 6 + [2]), {"batched": True}),
-    "large batches": lambda s: (as_batches(s, [19, 1]), {"batched": True}),
-    "uneven batches": lambda s: (
-        Reiterable(as_batches(s, [1, 0, 13, 5, 1])),
-        {"batched": True},
-    ),
+    "arrays": lambda s: s,
+    "jax arrays": lambda s: jax.tree.map(jnp.asarray, s),
+    "list of examples": lambda s: as_examples(s),
+    "random access": lambda s: RandomAccess(as_examples(s)),
+    "iterable": lambda s: Reiterable(as_examples(s)),
+    "iterator": lambda s: iter(as_examples(s)),
+    "generator function": lambda s: lambda: (e for e in as_examples(s)),
 }
 
 
@@ -128,8 +115,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_source_gives_every_example_once(kind, prefetch):
     source = columns(20)
-    given, options = KINDS[kind](source)
-    found = batches(given, prefetch=prefetch, **options)
+    found = batches(KINDS[kind](source), prefetch=prefetch)
     assert_same(found, padded(source, 8))
 
 
@@ -144,11 +130,9 @@ def test_batches_do_not_depend_on_how_rows_come(data):
     given = as_batches(source, sizes)
     if data.draw(st.booleans()):
         given = Reiterable(given)
-    found = batches(given, ONE, size, batched=True)
+    prefetch = data.draw(st.sampled_from([0, 5]))
+    found = batches(given, ONE, size, batched=True, prefetch=prefetch)
     assert_same(found, padded(source, size))
-
-
-# Where weights ride
 
 
 class Named(typing.NamedTuple):
@@ -157,6 +141,7 @@ class Named(typing.NamedTuple):
 
 
 NINE, HALVES = np.arange(9), np.full(9, 0.5, np.float32)
+FIRST = [1, *[0] * 7]
 WEIGHTED = {
     "own": ({"x": NINE, "weight": HALVES}, "weight", [0.5, *[0] * 7]),
     "own, of tokens": (
@@ -164,21 +149,13 @@ WEIGHTED = {
         "weight",
         [[1, 1], *[[0, 0]] * 7],
     ),
-    "another name": ({"x": NINE}, "mask", [1, *[0] * 7]),
-    "appended": ((NINE, NINE), 2, [1, *[0] * 7]),
+    "another name": ({"x": NINE}, "mask", FIRST),
+    "appended": ((NINE, NINE), 2, FIRST),
     "own, of a tuple": ((NINE, HALVES), 1, [0.5, *[0] * 7]),
     "own, of a named tuple": (Named(HALVES, HALVES), "weight", [0.5, *[0] * 7]),
-    "of an OrderedDict": (
-        collections.OrderedDict(y=HALVES, x=NINE),
-        "weight",
-        [1, *[0] * 7],
-    ),
-    "of a FrozenDict": (FrozenDict(x=NINE), "weight", [1, *[0] * 7]),
-    "of a defaultdict": (
-        collections.defaultdict(list, x=NINE),
-        "weight",
-        [1, *[0] * 7],
-    ),
+    "of an OrderedDict": (collections.OrderedDict(y=HALVES, x=NINE), "weight", FIRST),
+    "of a FrozenDict": (FrozenDict(x=NINE), "weight", FIRST),
+    "of a defaultdict": (collections.defaultdict(list, x=NINE), "weight", FIRST),
 }
 
 
@@ -211,9 +188,6 @@ def test_what_has_no_place_for_weights_is_not_padded(source):
     assert refused(columns(9), weights=None).startswith("the last batch of an epoch")
     (batch,) = batches((NINE[:8], NINE[:8]))
     assert len(batch) == 2
-
-
-# Trees
 
 
 @jax.tree_util.register_dataclass
@@ -271,12 +245,10 @@ class DataFrame(Series):
 
 
 A, B = np.arange(8, dtype=np.float32), np.arange(8, 16, dtype=np.float32)
+FRAME = DataFrame(a=A, b=B)
 TABLES = {
-    "a frame": (DataFrame(a=A, b=B), {"a": A, "b": B}),
-    "a frame and a series": (
-        (DataFrame(a=A, b=B), Series(A)),
-        (np.stack([A, B], 1), A),
-    ),
+    "a frame": (FRAME, {"a": A, "b": B}),
+    "a frame and a series": ((FRAME, Series(A)), (np.stack([A, B], 1), A)),
     "a dict of series": ({"a": Series(A), "b": Series(B)}, {"a": A, "b": B}),
     "a series": (Series(A), A),
     "lists": (
@@ -307,15 +279,9 @@ def test_an_entry_that_is_no_column_is_named_with_its_type(sentence):
     assert refused(WRONG_COLUMNS[sentence]).startswith(sentence)
 
 
-# Layouts
-
-
+LONG = ml.create_mesh({"batch": 1, "model": 8})
 LAYOUTS = {
-    "a batch axis of size 1": (
-        ml.create_mesh({"batch": 1, "model": 8}),
-        ["batch", None],
-        (16, 8),
-    ),
+    "a batch axis of size 1": (LONG, ["batch", None], (16, 8)),
     "two batch axes": (PAIR, [("batch", "model"), None], (2, 8)),
     "the sequence dim too": (PAIR, ["batch", "model"], (8, 2)),
     "replicated": (PAIR, [None, None], (16, 8)),
@@ -335,11 +301,7 @@ def test_batches_have_the_layouts_that_were_asked_for(name):
     assert {shard.data.shape for shard in shards} == {shard_shape}
     for shard in shards:
         np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
-    first = None if specs[0] is None else specs[0]
-    assert ml.fetch_layout(batch["weight"]) == mesh.layout(first)
-
-
-# Dtypes
+    assert ml.fetch_layout(batch["weight"]) == mesh.layout(specs[0])
 
 
 DTYPES = [
@@ -391,9 +353,10 @@ def test_dtypes_that_jax_does_not_have_are_refused():
         "leaf 'x' has dtype datetime64[D], which JAX lacks. Drop missing values, pad rows, "
         "write (x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
     )
-
-
-# Strings and objects
+    values = np.array([[True, 0.5]] * 8, object)  # as of a frame of several dtypes
+    assert message(lambda: distributed({"x": values})) == (
+        "leaf 'x' has dtype object, though of numbers: write x.astype('float32')."
+    )
 
 
 STRINGS = {
@@ -420,16 +383,9 @@ def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
     assert (spec.shape, spec.dtype, spec.sharding) == ((8,), STRINGS[name].dtype, None)
 
 
-# Ragged, empty, and what does not fit together
-
-
 ALL = "all examples have the shape and dtype of the first one."
 UNLIKE = {
-    "ragged": (
-        [{"x": np.zeros(2), "y": 1}, {"x": np.zeros(3), "y": 1}],
-        "f64[3]",
-        "f64[2]",
-    ),
+    "ragged": ([{"x": np.zeros(n), "y": 1} for n in (2, 3)], "f64[3]", "f64[2]"),
     "another dtype": ([{"x": 1}, {"x": 1.5}], "f64[]", "i64[]"),
 }
 
@@ -445,9 +401,8 @@ def test_rows_that_were_not_asked_for_are_refused():
     def too_few(indices, epoch):
         return {"y": np.zeros(max(1, len(indices) - 1), "int32")}
 
-    assert (
-        refused(ReadsRows(too_few)) == f"leaf 'y' is i32[7], and must be i32[8]: {ALL}"
-    )
+    said = f"leaf 'y' is i32[7], and must be i32[8]: {ALL}"
+    assert refused(ReadsRows(too_few)) == said
     several = ReadsRows(lambda indices, epoch: {"y": np.append(indices, 0)})
     assert refused(several).startswith("leaf 'y' is i64[9], and must be i64[8]")
     without = ReadsRows(lambda indices, epoch: {"y": 1.0})
@@ -480,9 +435,6 @@ def test_what_is_not_a_source_is_refused(source):
     )
 
 
-# Examples or batches
-
-
 def test_a_list_of_batches_knows_how_many_there_are():
     sizes = [3, 8, 6]
     source = [{"x": np.zeros((n, 2), np.float32), "y": np.arange(n)} for n in sizes]
@@ -509,9 +461,6 @@ def test_elements_that_may_be_both_need_a_word():
     assert batches(RandomAccess(elements * 4))[0]["x"].shape == (8, 8, 2)
     found = batches(arrays, batched=False, size=8, remainder="repeat")
     assert found[0].shape == (8, 8, 2)
-
-
-# The user's memory
 
 
 def aligned(array):
@@ -553,9 +502,6 @@ def test_examples_whose_memory_is_used_again_come_out_right(size):
     np.testing.assert_array_equal(rows, expected)
 
 
-# Sources of one's own
-
-
 class Table:
     """A source with random access that augments by epoch."""
 
@@ -575,31 +521,9 @@ class Socket:
         self.batched = batched
 
     def open(self, epoch):
-        return SocketPass(self.batched)
-
-
-class SocketPass:
-    def __init__(self, batched):
-        self.batched, self.row = batched, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.row >= 20:
-            raise StopIteration
-        start, self.row = self.row, self.row + (5 if self.batched else 1)
-        rows = np.arange(start, self.row, dtype=np.int32)
-        return {"y": rows if self.batched else rows[0]}
-
-    def get_state(self):
-        return self.row
-
-    def set_state(self, state):
-        self.row = state
-
-    def close(self):
-        pass
+        rows = np.arange(20, dtype=np.int32)
+        elements = rows.reshape(4, 5) if self.batched else rows
+        return SeekableIterator([{"y": each} for each in elements])
 
 
 def test_a_users_own_source_with_random_access_is_taken():
@@ -638,29 +562,17 @@ class ReadsRows:
         return 20
 
 
-# What loses or narrows data is logged
-
-
 def test_what_loses_or_narrows_data_is_logged_once(caplog):
-    source = {"y": np.arange(20)}
-    with caplog.at_level("WARNING", logger="meshlayout"):
+    rows = columns(20)
+    for source, said in (
+        (rows, "remainder='drop' drops 4 of 20 rows in every epoch."),
+        (lambda: iter(as_examples(rows)), "Dropped the last 4 rows of an epoch."),
+    ):
+        caplog.clear()
         data = distributed(source, remainder="drop")
         for _ in range(2):
             list(data)
-    assert [record.getMessage() for record in caplog.records] == [
-        "remainder='drop' drops 4 of 20 rows in every epoch.",
-    ]
-    caplog.clear()
-    with caplog.at_level("WARNING", logger="meshlayout"):
-        data = distributed(lambda: iter(as_examples(columns(20))), remainder="drop")
-        for _ in range(2):
-            list(data)
-    assert [record.getMessage() for record in caplog.records] == [
-        "Dropped the last 4 rows of an epoch."
-    ]
-
-
-# Arguments
+        assert caplog.messages == [said]
 
 
 ODD = [None, float("nan"), -1, 0, "x", object()]
@@ -765,6 +677,6 @@ def test_a_source_with_other_rows_than_it_says_is_told(caplog):
         num_rows = 24
 
     list(distributed(Liar(batched=False)))
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "The source says that an epoch has 24 rows, and epoch 1 has 20."
     ]

@@ -98,6 +98,7 @@ def test_a_program_ends_while_its_source_blocks(code, source, status, text):
     assert text or not err
 
 
+@pytest.mark.slow
 def test_a_program_ends_as_fast_while_several_sources_block():
     code = """
     several = [batches(Rows()) for _ in range(5)]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -99,9 +100,6 @@ def way(request):
     return WAYS[request.param]
 
 
-# The same examples, however they are read
-
-
 def test_every_example_comes_once_per_epoch_as_it_was_stored(tiny, way):
     images = made_up_examples()
     batches = host(tiny(**way))
@@ -131,9 +129,6 @@ def test_an_iteration_resumes_in_the_middle_of_an_epoch_also_read_otherwise(tiny
     same(host(again), expected[9:])
 
 
-# What map is given
-
-
 def test_random_numbers_of_map_are_functions_of_seed_epoch_and_row(tiny, way):
     batches = host(tiny(map=add_noise, epochs=2, shuffle=5, **way))
     row = numbers(tiny(shuffle=None)).index(42)
@@ -153,9 +148,6 @@ def test_decoders_leave_features_as_they_are_stored(tiny):
         },
     )
     assert all(batch["is_png"].all() for batch in host(data))
-
-
-# Errors in map and in workers
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, SystemExit, KeyboardInterrupt])
@@ -208,9 +200,6 @@ def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
     )
 
 
-# What is kept in memory
-
-
 def test_auto_keeps_what_fits_into_memory_and_says_so(tiny, monkeypatch):
     assert "Decoded 200 examples once into " in notes(tiny())
     module = sys.modules["meshlayout.data.tfds"]
@@ -235,9 +224,6 @@ def test_what_is_kept_is_decoded_once_and_strings_are_refused_before(tiny, monke
     assert len(decoded) <= 3  # what is looked at, and not the split
     assert len(numbers(tiny(in_memory=True, epochs=3))) == 600
     assert NUM_ROWS <= len(decoded) <= NUM_ROWS + 6
-
-
-# What cannot be had
 
 
 WAY_OUT = (
@@ -276,6 +262,29 @@ def test_a_damaged_directory_is_an_error_that_names_it(tiny, directory, tmp_path
         tiny(data_dir=tmp_path)
     reason = "tiny-train.array_record-00001-of-00004 is missing"
     assert str(error.value) == unreadable(tmp_path, "train", reason)
+
+
+def test_shuffle_is_a_seed(tiny):
+    with pytest.raises(ml.errors.DataError, match="Write shuffle=0"):
+        tiny(shuffle=True)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashon_mnist", "mnist:9.9.9"])
+def test_a_dataset_that_cannot_be_had_is_said_at_once(
+    mesh, tmp_path, monkeypatch, capfd, name
+):
+    for variable in ("http_proxy", "https_proxy"):  # where nothing answers
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    start = time.monotonic()
+    with pytest.raises(ml.errors.DataError) as error:
+        from_tfds(name, "train", mesh, global_batch_size=8, data_dir=tmp_path)
+    assert time.monotonic() - start < 10
+    for text in ("`make data`", "data_dir=", name.partition(":")[0]):
+        assert text in str(error.value)
+    assert str(error.value).count(". ") == str(error.value).count("\n") == 0
+    assert "fashion_mnist" in str(error.value) or name != "fashon_mnist"
+    assert "Retrying" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(

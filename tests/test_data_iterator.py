@@ -17,6 +17,7 @@ import pytest
 
 import meshlayout as ml
 from tests.error_messages import message_of
+from tests.seekable import Seekable
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -68,9 +69,7 @@ def no_threads_stay():
     assert wait_for(no_threads)
 
 
-# Lengths
-
-
+EPOCH = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
 SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 
 
@@ -79,7 +78,7 @@ SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 def test_islice_of_one_iterator_goes_on_where_it_ended(source, prefetch):
     options = {"batched": True} if source is SOURCES[2] else {}
     data = distributed(source, epochs=None, prefetch=prefetch, **options)
-    first, second, third = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    first, second, third = EPOCH
     it = iter(data)
     assert rows_of(itertools.islice(it, 2)) == [first, second]
     state = it.get_state()
@@ -108,14 +107,10 @@ def test_epochs_may_have_no_end(source, remainder):
     with pytest.raises(TypeError, match="does not know how many batches it has"):
         len(data)
     found = rows_of(itertools.islice(data, 7))
-    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
     if remainder == "pad":
-        assert found == [*one, *one, one[0]]
+        assert found == [*EPOCH, *EPOCH, EPOCH[0]]
     else:
         assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
-
-
-# Sources that can be read once
 
 
 def test_an_iterator_is_read_once():
@@ -164,9 +159,6 @@ def test_padding_reads_no_row_again(num_rows, size):
     assert data.report().rows == num_rows
 
 
-# Exceptions
-
-
 class SourceError(Exception):
     pass
 
@@ -209,9 +201,6 @@ def test_a_source_of_rows_that_raises_stop_iteration_does_not_end_the_epoch(pref
     assert message(lambda: next(it), error=RuntimeError) == (
         "generator raised StopIteration"
     )
-
-
-# Leaving early
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
@@ -266,18 +255,10 @@ def test_closing_does_not_wait_for_a_source_that_blocks():
 
 
 def test_at_most_as_many_batches_as_asked_for_are_made_ready():
-    made = []
-
-    class Source:
-        def __len__(self):
-            return 400
-
-        def __getitem__(self, row):
-            made.append(row)
-            return {"y": row}
-
+    source = Counted(400)
+    made = source.asked
     for prefetch in (0, 1, 3):
-        it = iter(distributed(Source(), prefetch=prefetch))
+        it = iter(distributed(source, prefetch=prefetch))
         made.clear()
         next(it)
         wait_for(lambda: len(made) >= 4 * (1 + prefetch))  # noqa: B023
@@ -302,9 +283,6 @@ def test_a_hundred_epochs_leave_nothing_behind():
     assert (len(jax.live_arrays()), threading.active_count()) == before
 
 
-# Several at once
-
-
 def test_an_older_iterator_does_not_move_the_next_iteration():
     data = distributed(columns(12), shuffle=0)
     other = distributed(columns(12), shuffle=0, epochs=3)
@@ -313,39 +291,6 @@ def test_an_older_iterator_does_not_move_the_next_iteration():
     assert rows_of(second) == expected[3:6]
     assert rows_of(first) == expected[:3]
     assert rows_of(data) == expected[6:]
-
-
-# Resuming
-
-
-class Seekable:
-    """An iterable whose iterator tells its place, as Grain's does."""
-
-    def __init__(self, elements):
-        self.elements = elements
-
-    def __iter__(self):
-        return SeekableIterator(self.elements)
-
-
-class SeekableIterator:
-    def __init__(self, elements):
-        self.elements, self.at = elements, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.elements):
-            raise StopIteration
-        self.at += 1
-        return self.elements[self.at - 1]
-
-    def get_state(self) -> Any:
-        return {"next": self.at}
-
-    def set_state(self, state):
-        self.at = state["next"]
 
 
 def in_batches(num_rows: int, sizes: list[int]) -> list[dict[str, Any]]:
@@ -370,11 +315,7 @@ def sources(num_rows: int, sizes: list[int]) -> dict[str, Any]:
         "seekable examples": (Seekable(listed), {}, {}),
         "seekable batches": (Seekable(cut), {"batched": True}, {}),
         "generator": (examples(num_rows), {}, {"skip": True}),
-        "generator of batches": (
-            lambda: iter(cut),
-            {"batched": True},
-            {"skip": True},
-        ),
+        "generator of batches": (lambda: iter(cut), {"batched": True}, {"skip": True}),
     }
 
 
@@ -507,19 +448,13 @@ def test_what_is_not_a_state_is_refused():
         )
 
 
-# The report
-
-
 def test_the_report_counts_rows_and_seconds():
-    class Slow:
-        def __len__(self):
-            return 8
-
+    class Slow(Counted):
         def __getitem__(self, row):
             time.sleep(0.005)
-            return {"y": row}
+            return super().__getitem__(row)
 
-    data = distributed(Slow())
+    data = distributed(Slow(8))
     list(data)
     report = data.report()
     assert (report.rows, report.batches, report.notes) == (8, 2, ())

@@ -73,9 +73,6 @@ def test_rows_may_be_asked_for_with_a_mesh_a_sharding_or_a_number(mesh_2x4):
         assert md.process_rows(layout, 8).tolist() == expected
 
 
-# Replicas
-
-
 @pytest.mark.parametrize(
     ("axes", "specs", "expected"),
     [
@@ -98,9 +95,6 @@ def test_a_global_batch_that_does_not_divide_names_both_numbers(mesh_2x4):
         "a global batch of 9 rows does not divide into 2 replicas (Layout([batch, ...],"
         " Mesh(batch=2, model=4))). Nearest sizes that divide: 8 and 10."
     )
-
-
-# The order of an epoch
 
 
 def visited(num_rows, seed, epochs, batch=8, mesh=None):
@@ -167,10 +161,6 @@ def test_an_order_without_a_table_visits_every_row_once(monkeypatch):
 def test_the_order_never_changes():
     # Resuming after an upgrade depends on it. Computed with Python's own integers.
     assert visited(12, seed=0, epochs=2) == [feistel_order(12, 0, e) for e in range(2)]
-    assert visited(12, seed=0, epochs=2) == [
-        [0, 10, 3, 7, 6, 1, 9, 8, 4, 2, 5, 11],
-        [6, 0, 10, 5, 3, 11, 1, 4, 2, 8, 7, 9],
-    ]
 
 
 def feistel_order(num_rows, seed, epoch):

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import data
-from models.text import ByteTokenizer, python_topics
+from models.text import ByteTokenizer
 from models.transformer import Transformer, TransformerConfig
 
 
@@ -57,16 +57,9 @@ def listed(rows):
     return [{name: leaf.tolist() for name, leaf in row.items()} for row in rows]
 
 
-# What is in the rows.
-
-
 def test_chunks_are_the_concatenation_cut_into_rows():
     rows = list(data.pack_sequences(["abc", "defg", "h"], 3))
-    assert [bytes(row["tokens"].tolist()) for row in rows] == [
-        b"abc",
-        b"def",
-        b"gh\0",
-    ]
+    assert [bytes(row["tokens"].tolist()) for row in rows] == [b"abc", b"def", b"gh\0"]
     assert [row["weight"].tolist() for row in rows] == [[1] * 3, [1] * 3, [1, 1, 0]]
     assert {name: leaf.dtype for name, leaf in rows[0].items()} == {
         "tokens": "int32",
@@ -138,9 +131,6 @@ def test_targets_agree_with_the_documents(documents, recipe):
             )
 
 
-# Where documents come from.
-
-
 def generated():
     yield from TEXTS
 
@@ -200,9 +190,6 @@ def test_documents_without_tokens_give_no_rows():
     assert list(data.pack_sequences(["", ""], 3, mode="pack")) == []
 
 
-# Going on from a place.
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     documents=documents_of_tokens, recipe=recipes, stop=st.integers(0, 60), again=...
@@ -244,9 +231,6 @@ def test_a_state_of_other_rows_is_refused(texts, length):
         iter(data.pack_sequences(TEXTS, 7)).set_state(state)
 
 
-# What is refused.
-
-
 WRONG = {
     "length must be a positive integer, got 0.": {"length": 0},
     "remainder must be 'pad' or 'drop', got 'repeat'.": {"remainder": "repeat"},
@@ -277,9 +261,6 @@ def test_documents_that_are_none_are_refused_by_number(document, message):
         list(data.pack_sequences(["ab", document], 2))
 
 
-# On with the rows: Grain, global batches, the transformer.
-
-
 def test_grain_takes_the_rows_and_remembers_their_place():
     rows = data.pack_sequences(grain.MapDataset.source(TEXTS), 4)
     batches = rows.map(lambda row: row["tokens"]).batch(2)
@@ -293,15 +274,6 @@ def test_grain_takes_the_rows_and_remembers_their_place():
     assert [batch.tolist() for batch in other] == whole[1:]
 
 
-def batches_of(iterator):
-    return [jax.tree.map(np.asarray, batch) for batch in iterator]
-
-
-def assert_same(some, others):
-    assert len(some) == len(others)
-    jax.tree.map(np.testing.assert_array_equal, some, others)
-
-
 @pytest.mark.parametrize("mode", ["chunk", "pack"])
 def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     rows = data.pack_sequences(TEXTS, 4, mode=mode, targets=True, open_rows=3)
@@ -311,7 +283,7 @@ def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     dataset = data.distribute_dataset(
         rows, mesh.layout("batch", "model"), global_batch_size=8, epochs=2
     )
-    batches = batches_of(dataset)
+    batches = [jax.tree.map(np.asarray, batch) for batch in dataset]
     assert len(batches) % 2 == 0
     for epoch in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
         for name, leaf in whole.items():
@@ -321,23 +293,6 @@ def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
     spec = dataset.element_spec["tokens"]
     assert (spec.shape, spec.dtype) == ((8, 4), np.int32)
     assert spec.sharding.spec == jax.sharding.PartitionSpec("batch", "model")
-
-
-@pytest.mark.parametrize("stop", [0, 1, 5, 12])
-def test_global_batches_continue_in_the_middle_of_a_window(stop):
-    topics = python_topics()[:2]
-    mesh = ml.create_mesh({"batch": 8})
-    for documents in (topics, grain.MapDataset.source(topics).to_iter_dataset()):
-        rows = data.pack_sequences(documents, 64, mode="pack", open_rows=5)
-        dataset = data.distribute_dataset(rows, mesh, global_batch_size=8)
-        with dataset.iterator() as iterator:
-            for _ in range(stop):
-                next(iterator)
-            state = json.loads(json.dumps(iterator.get_state()))
-            rest = batches_of(iterator)
-        with dataset.iterator() as iterator:
-            iterator.set_state(state)
-            assert_same(batches_of(iterator), rest)
 
 
 SMALL = TransformerConfig(max_length=32, features=32, num_layers=1, mlp_features=64)

@@ -3,11 +3,11 @@
 import gzip
 import hashlib
 import importlib.util
+import os
 import shutil
 import socket
 import time
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from meshlayout.data import mnist_family, preparation as prepared_module
 from models import data, prepare_data
 from models.data import Split, batches, load_dataset, num_batches
 from models.prepare_data import DataError, find_builder, is_prepared, prepare
+from tests.error_messages import message_of
 
 
 NUM_TRAIN, NUM_TEST = 300, 100
@@ -77,9 +78,6 @@ def by_content(split):
     )
 
 
-# Prepared directories
-
-
 def test_a_prepared_directory_gives_every_example_as_it_was(prepared):
     dataset = load_dataset("mnist", prepared)
     assert str(dataset) == (
@@ -95,19 +93,15 @@ def test_a_prepared_directory_gives_every_example_as_it_was(prepared):
         assert by_content(split) == by_content(Split(images, labels))
 
 
-def truncate(file: Path):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (lambda d: (d / "dataset_info.json").unlink(), "it has no dataset_info.json"),
         (
-            lambda d: (d / "dataset_info.json").unlink(),
-            "it has no dataset_info.json",
-        ),
-        (
-            lambda d: truncate(next(d.glob("*train.array_record*"))),
+            lambda d: [
+                os.truncate(x, x.stat().st_size // 2)
+                for x in d.glob("*train.array_record*")
+            ],
             "Invalid Riegeli/records file",
         ),
     ],
@@ -123,9 +117,6 @@ def test_a_damaged_directory_is_an_error_that_names_it(copied, damage, reason):
         "Remove that directory and prepare it again with "
         "`python -m models.prepare_data`."
     )
-
-
-# Names
 
 
 @pytest.mark.parametrize(
@@ -145,12 +136,7 @@ def test_a_damaged_directory_is_an_error_that_names_it(copied, damage, reason):
 def test_a_dataset_that_cannot_be_is_refused_before_any_download(
     tmp_path, name, message
 ):
-    with pytest.raises(DataError) as error:
-        find_builder(name, tmp_path)
-    assert str(error.value) == message
-
-
-# Downloads
+    assert message_of(find_builder, name, tmp_path, error=DataError) == message
 
 
 def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
@@ -171,9 +157,7 @@ def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
 def test_another_dataset_is_never_taken_in_place_of_one_that_is_away(
     tmp_path, offline, name
 ):
-    with pytest.raises(DataError) as error:
-        load_dataset(name, tmp_path)
-    assert str(error.value) == (
+    assert message_of(load_dataset, name, tmp_path, error=DataError) == (
         f"{name} is not prepared in {tmp_path} and cannot be downloaded: the server is "
         "away. Run this once with internet, or copy a prepared TFDS directory here and "
         "name it with --data-dir."
@@ -282,9 +266,6 @@ def test_a_network_that_never_answers_is_given_up(tmp_path, monkeypatch):
     )
 
 
-# The carried part
-
-
 def test_the_carried_part_says_what_it_is(tmp_path, offline):
     dataset = load_dataset("fashion_mnist", tmp_path)
     assert str(dataset) == (
@@ -302,18 +283,11 @@ def test_the_carried_part_says_what_it_is(tmp_path, offline):
     assert "MIT License" in licence
 
 
-# Batches
-
-
-def numbered(num_examples):
-    images = np.zeros((num_examples, 28, 28, 1), np.uint8)
-    return Split(images, np.arange(num_examples, dtype=np.int32))
-
-
 @pytest.mark.parametrize("size", [1, 3, 8, 16])
 @pytest.mark.parametrize("num_examples", [1, 7, 8])
 def test_batches_count_every_example_exactly_once(num_examples, size):
-    split = numbered(num_examples)
+    images = np.zeros((num_examples, 28, 28, 1), np.uint8)
+    split = Split(images, np.arange(num_examples, dtype=np.int32))
     seen = list(batches(split, size, order=np.random.default_rng(0)))
     assert len(seen) == num_batches(split, size)
     assert {batch["image"].shape for batch in seen} == {(size, 28, 28, 1)}
@@ -323,6 +297,3 @@ def test_batches_count_every_example_exactly_once(num_examples, size):
     assert sorted(labels[weights == 1].tolist()) == list(range(num_examples))
     again = list(batches(split, size, order=np.random.default_rng(0)))
     assert [b["label"].tolist() for b in again] == [b["label"].tolist() for b in seen]
-
-
-# The command line of `make data`

@@ -23,11 +23,6 @@ from tests.flax_versions import set_value
 from tests.replicas import made, mirrored, parts_of, scale, split, total, values_of
 
 
-@pytest.fixture
-def two():
-    return mirrored(2)
-
-
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.hidden = nnx.Linear(4, 8, rngs=rngs)
@@ -82,11 +77,8 @@ def test_a_loop_whose_last_batch_is_short_computes_what_one_device_does(
         loss = total(strategy, strategy.run(train_step, args))
         expected = get_strategy().run(plain_step, arrays)
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for actual, expected in zip(
-        jax.tree.leaves(nnx.state(model)),
-        jax.tree.leaves(nnx.state(plain)),
-        strict=True,
-    ):
+    states = (jax.tree.leaves(nnx.state(x)) for x in (model, plain))
+    for actual, expected in zip(*states, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
         assert len(actual.sharding.device_set) == replicas
 

@@ -12,11 +12,7 @@ from jax.experimental import topologies  # noqa: TID251
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlayout as ml
-from meshlayout.distribute import (
-    CentralStorageStrategy,
-    OneDeviceStrategy,
-    PerReplica,
-)
+from meshlayout.distribute import CentralStorageStrategy, OneDeviceStrategy, PerReplica
 from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 from tests.replicas import total

@@ -165,11 +165,6 @@ def test_outside_of_a_strategy_there_is_one_replica():
     assert (context.example_mask, context.num_examples) == (None, None)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return mirrored(2)
-
-
 @pytest.mark.parametrize("op", ["MAXX", None, 1.0])
 def test_what_is_no_operation_is_refused(two, op):
     hint = " Did you mean 'MAX'?" if op == "MAXX" else ""

@@ -29,8 +29,7 @@ def batches(strategy, *arrays):
     return strategy.distribute_dataset(arrays, global_batch_size=8)
 
 
-def test_a_batch_that_divides_needs_no_mask():
-    two = mirrored(2)
+def test_a_batch_that_divides_needs_no_mask(two):
     *_, last = two.distribute_dataset(np.arange(14, dtype="f"), 8)
 
     def means(x):  # nothing is padded
@@ -47,8 +46,7 @@ def test_64_rows_on_three_replicas_are_refused_with_sizes_that_divide():
         mirrored(3).distribute_dataset(np.zeros(64, "f"), 64)
 
 
-def test_five_rows_carry_a_mask_that_a_function_must_ask_for():
-    two = mirrored(2)
+def test_five_rows_carry_a_mask_that_a_function_must_ask_for(two):
     (short,) = two.distribute_dataset(np.arange(1, 6, dtype="f"), 8)
     assert parts_of(two, short) == [[1, 2, 3, 4], [5]]
     assert np.asarray(short.mask).tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
@@ -82,8 +80,7 @@ def test_five_rows_carry_a_mask_that_a_function_must_ask_for():
         lambda x: jnp.repeat(x, 2, axis=0),
     ],
 )
-def test_results_with_more_rows_than_a_short_batch_get_a_sentence(fn):
-    two = mirrored(2)
+def test_results_with_more_rows_than_a_short_batch_get_a_sentence(two, fn):
     two.run(fn, (split(two, np.ones((4, 4), "f")),))
     (short,) = two.distribute_dataset(np.ones((3, 4), "f"), 4)
     assert message_of(two.run, fn, (short,), error=StrategyError).endswith(".")
@@ -109,7 +106,10 @@ class RootMeanSquare(nnx.Metric):
 
 @pytest.mark.parametrize(
     ("make", "last"),
-    [(nnx.metrics.Average, 3), (nnx.metrics.Welford, 3), (RootMeanSquare, 4)],
+    [
+        *[(nnx.metrics.Average, 3), (RootMeanSquare, 4)],
+        pytest.param(nnx.metrics.Welford, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_of_flax_and_of_users_agree_with_one_device(make, last):
     two = mirrored(2)

@@ -125,43 +125,31 @@ def test_several_workers_compute_what_one_process_does(results):
         assert tuple(result["task"]) == ("worker", index, 2)
 
 
-@pytest.mark.parametrize(
-    ("source", "batches"),
-    [
-        (
-            "function",
-            [
-                [[[0, 0], [1, 1], [10, 10], [11, 11]], False, 44],
-                [[[2, 2], [], [12, 12], [13, 13]], True, 54],
-                [[[], [], [99], []], True, 99],
-            ],
-        ),
-        (
-            "own rows",
-            [
-                [[[0, 1], [], [0, 1], [2, 3]], True, 7],
-                [[[], [], [4, 5], [6]], True, 15],
-            ],
-        ),
-        (
-            "evenly",
-            [
-                [[[0, 1], [2, 3], [4, 5], [6, 7]], False, 28],
-                [[[8], [9], [10], [11]], False, 38],
-            ],
-        ),
-        (
-            "own, evenly",
-            [
-                [[[0, 1], [2, 3], [6, 7], [8, 9]], False, 36],
-                [[[4], [5], [10], [11]], False, 30],
-            ],
-        ),
+# Of batches: the rows of each replica, whether they are padded, and their sum.
+BATCHES = {
+    "function": [
+        [[[0, 0], [1, 1], [10, 10], [11, 11]], False, 44],
+        [[[2, 2], [], [12, 12], [13, 13]], True, 54],
+        [[[], [], [99], []], True, 99],
     ],
-)
-def test_processes_agree_about_padding_and_read_every_row_once(
-    results, source, batches
-):
+    "own rows": [
+        [[[0, 1], [], [0, 1], [2, 3]], True, 7],
+        [[[], [], [4, 5], [6]], True, 15],
+    ],
+    "evenly": [
+        [[[0, 1], [2, 3], [4, 5], [6, 7]], False, 28],
+        [[[8], [9], [10], [11]], False, 38],
+    ],
+    "own, evenly": [
+        [[[0, 1], [2, 3], [6, 7], [8, 9]], False, 36],
+        [[[4], [5], [10], [11]], False, 30],
+    ],
+}
+
+
+@pytest.mark.parametrize("source", BATCHES)
+def test_processes_agree_about_padding_and_read_every_row_once(results, source):
+    batches = BATCHES[source]
     rows = [[x for x, *_ in result[source]] for result in results]
     assert [a + b for a, b in zip(*rows, strict=True)] == [x for x, *_ in batches]
     for result in results:  # also where a process has no padding itself

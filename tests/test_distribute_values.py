@@ -19,11 +19,6 @@ OPS = {"SUM": np.sum, "MEAN": np.mean, "MAX": np.max, "MIN": np.min}
 UNEVEN = "the replicas' values have different shapes, as in a short last batch"
 
 
-@pytest.fixture(scope="module")
-def two():
-    return mirrored(2)
-
-
 def uneven(strategy):
     """Rows 1, 2, 3 on one replica and 4 on the other."""
     parts = np.arange(1, 4, dtype=np.float32), np.array([4], np.float32)

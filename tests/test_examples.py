@@ -95,7 +95,7 @@ def test_the_slice_is_made_and_trained_on_again_after_a_preemption(cluster):
     assert code == 3
     assert len([call for call in calls if call.startswith("gcloud")]) == 2
     assert calls[-1].split("train.py")[1].split() == [
-        *("--checkpoints", "gs://b/slice", "--epochs", "5"),
+        *("--checkpoints", "gs://b/slice", "--epochs", "5")
     ]
     code, calls, done = cluster("tpu_pod.sh", statuses={}, **options)
     assert (code, calls) == (2, [])

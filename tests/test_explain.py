@@ -21,11 +21,6 @@ RULES = {
 
 
 @pytest.fixture
-def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
-@pytest.fixture
 def tree():
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, "float32"),

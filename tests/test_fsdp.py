@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import meshlayout as ml
 from models import mlp
 from tests.bad_values import refusal
+from tests.small_states import assert_close
 
 
 EIGHT = ml.create_mesh({"batch": 8})
@@ -54,9 +55,6 @@ def test_a_jax_mesh_of_explicit_axes_trains_too():
 
 
 refused = functools.partial(refusal, ml.MeshLayoutError)
-
-
-# Which dim.
 
 
 WHOLE = {
@@ -119,9 +117,6 @@ def test_the_axes_are_fsdp_or_else_those_of_the_batch():
     assert ml.parallel.fsdp(HYBRID, axes="fsdp") == ml.parallel.fsdp(HYBRID)
 
 
-# With the program.
-
-
 TABLES = {
     # shape, how tokens are looked up in it, the dim by which it is sharded
     "few rows": ((64, 512), lambda table, t: table[t], 0),
@@ -154,8 +149,7 @@ def test_with_the_program_a_loop_that_nothing_constrains_is_warned_of(constraine
         return jax.lax.scan(layer, x, params["b"])[0]
 
     params, x = abstract({"b": (4, 512, 512)}), abstract((16, 32, 512))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         layouts = ml.parallel.fsdp(EIGHT, params, x, call=call)
     assert specs(layouts, params) == {"b": (None, "batch", None)}
     text = (
@@ -167,9 +161,6 @@ def test_with_the_program_a_loop_that_nothing_constrains_is_warned_of(constraine
     )
     found = [(str(each.message), each.filename) for each in caught]
     assert found == ([] if constrained else [(text, __file__)])
-
-
-# Maps that are values.
 
 
 def test_a_map_prints_compares_copies_and_pickles():
@@ -228,9 +219,6 @@ def test_own_rules_go_on_top_and_data_parallel_replicates_everything():
     assert specs(layouts, tree) == {"head": (None, None), "up/kernel": (None, "batch")}
 
 
-# States that follow.
-
-
 def image_loss(model, batch):
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -259,10 +247,7 @@ def test_hybrid_steps_give_the_numbers_of_one_device():
     expected, losses = trained(ml.parallel.data_parallel(one), optimizer)
     state, found = trained(ml.parallel.fsdp(HYBRID), optimizer)
     np.testing.assert_allclose(found, losses, rtol=1e-5)  # sums in another order
-    for x, y in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+    assert_close(state.params, expected.params, rtol=1e-7, atol=1e-5)
     sharded = {leaf.sharding.spec for leaf in jax.tree.leaves(state.params)}
     assert any("fsdp" in str(spec) for spec in sharded)
 
@@ -280,12 +265,9 @@ def test_optimizer_state_stays_on_the_host_with_the_same_numbers():
     assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
     expected_slots = [x for x in jax.tree.leaves(expected.opt_state) if x.ndim]
-    for x, y in zip(slots, expected_slots, strict=True):
-        # Other operations are fused: the last bits differ.
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-9)
+    # Other operations are fused: the last bits differ.
+    assert_close(slots, expected_slots, rtol=1e-5, atol=1e-9)
 
-
-# Composition.
 
 COLUMNS = {"up/kernel": ml.Rule((None, "model"), note="columns"), "bias": ("model",)}
 
@@ -349,10 +331,7 @@ def test_a_leaf_that_no_part_names_is_an_error_if_a_part_says_so():
         "step": (),
     }
     layouts = ml.parallel.compose(strict, ml.LayoutMap(GRID, {"bias": ("batch",)}))
-    assert refused(layouts.resolve, tree) == (
-        "down f32[128, 64]: no rule matches, and the map has unmatched='error'. Add a "
-        "rule, such as layouts['down'] = [...] for replicated."
-    )
+    assert refused(layouts.resolve, tree).startswith("down f32[128, 64]: no rule match")
 
 
 def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
@@ -374,8 +353,7 @@ def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
 def test_unused_rules_of_any_part_are_treated_as_it_says(unused):
     part = ml.LayoutMap(GRID, {"nowhere": ("model",)}, unused=unused)
     layouts = ml.parallel.compose(ml.parallel.fsdp(GRID), part)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             ml.create(lambda: {"w": jnp.ones(8)}, layouts)
             found = "warn" if caught else "ignore"

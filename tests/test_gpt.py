@@ -1,6 +1,7 @@
 """The language model in JAX alone, against NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +72,10 @@ def with_random_scales(params):
     )
 
 
-@pytest.mark.parametrize(
-    "num_kv_heads",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        2,
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
-)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("num_kv_heads", [slow(1), 2, slow(4)])
 def test_the_model_is_what_numpy_computes(num_kv_heads):
     config = dataclasses.replace(SMALL, num_kv_heads=num_kv_heads)
     params = with_random_scales(gpt.init(config, jax.random.key(0)))

@@ -63,9 +63,6 @@ def test_what_runs_alone_is_not_called_asynchronous(gpu_mesh):
     }
 
 
-# The rule of `fsdp`, against the hand-written maps.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", fsdp_rules.WORKS)

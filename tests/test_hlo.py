@@ -22,11 +22,6 @@ AXES = [("batch",), ("model",), ("batch", "model")]
 SIZES = {"batch": 2, "model": 4}
 
 
-@pytest.fixture
-def mesh():
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 message = functools.partial(message_of, error=CommunicationError)
 
 
@@ -159,9 +154,6 @@ def test_the_number_of_devices_is_read_behind_any_number_of_arguments(mesh):
     layout = f"step, entry_computation_layout={{({types})->f32[8]{{0}}}}"
     [one] = read_communication(text.replace("step", layout, 1), mesh).collectives
     assert (one.axes, one.wire_bytes) == (("batch", "model"), 56)
-
-
-# Loops.
 
 
 def test_nested_loops_are_counted_in_full(mesh):
@@ -303,9 +295,6 @@ def test_asynchronous_collectives_are_counted_once_each(mesh):
     assert "head/dot_general (backward)" in sent._repr_html_()
 
 
-# The leaves that collectives move.
-
-
 def squares(model, batch):
     return jnp.square(model(batch["x"])).mean(-1)
 
@@ -393,9 +382,6 @@ def test_arguments_of_any_program_have_jaxs_names(mesh):
     x = ml.arrays.ones((256, 64), mesh.layout("batch", None))
     [one] = sent_by(program, params, x).collectives
     assert (one.kind, one.leaves) == ("all_gather", ("params/layers/0",))
-
-
-# What the report is used for.
 
 
 @pytest.fixture

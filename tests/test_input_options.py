@@ -44,8 +44,12 @@ OPTIONS = {
     "window shuffle": EXPERIMENTAL.WindowShuffleIterDataset(
         ROWS.map(decode).to_iter_dataset(), window_size=16, seed=0
     ),
+    "filtered stream": ROWS.map(decode)
+    .to_iter_dataset()
+    .filter(lambda example: example["y"] % 3),
     "batches": ROWS.map(decode).batch(7),
     "batches of a stream": ROWS.map(decode).to_iter_dataset().batch(7),
+    "batches, streamed": ROWS.map(decode).batch(7).to_iter_dataset(),
     # Its state holds tuples, and JSON none: a list in their place is another position.
     "packing": EXPERIMENTAL.ConcatThenSplitIterDataset(
         ROWS.map(lambda row: {"tokens": np.arange(row % 9 + 1)}).to_iter_dataset(),
@@ -73,7 +77,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_grain_dataset_goes_in_as_it_is_and_resumes_exactly(name):
+def test_a_grain_dataset_gives_every_example_once_and_resumes_exactly(name):
     mesh = ml.create_mesh({"batch": 8})
 
     def new():
@@ -81,6 +85,14 @@ def test_a_grain_dataset_goes_in_as_it_is_and_resumes_exactly(name):
 
     whole = [jax.tree.map(np.asarray, batch) for batch in new()]
     assert len(whole) > 3
+    join = np.concatenate if name.startswith("batches") else np.stack
+    elements = [element for element in OPTIONS[name] if element is not None]
+    expected = jax.tree.map(lambda *leaves: join(leaves), *elements)
+    *full, last = whole
+    last = jax.tree.map(lambda x: x[last["weight"] > 0], last)
+    for key, leaf in expected.items():
+        found = np.concatenate([batch[key] for batch in (*full, last)])
+        np.testing.assert_array_equal(found, leaf)
     for stop in (0, 1, 3, len(whole)):
         iterator = new()
         for _ in range(stop):

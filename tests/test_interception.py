@@ -48,9 +48,6 @@ def test_models_outside_of_a_step_are_left_alone_while_one_is_traced():
         np.testing.assert_array_equal(result, expected)
 
 
-# Padding in BatchNorm, wherever the layer is called.
-
-
 class Lifted(nnx.Module):
     """Calls its normalization through a transform of Flax's, on a copy of it."""
 
@@ -67,9 +64,6 @@ def test_padding_does_not_count_in_a_lifted_batch_norm():
     batch = {"x": x, "weight": weights}
     state, _ = trained(lambda: Lifted(nnx.Rngs(0)), square, batch)
     assert_close(state.model_state["norm"]["mean"], 0.01 * X[:5].mean(axis=0), 1e-4)
-
-
-# NNX objects among the arguments of what is recomputed.
 
 
 class Counted(nnx.Module):
@@ -112,9 +106,6 @@ def test_a_stream_of_nnx_is_not_copied_into_a_recomputed_linen_block():
         step(state, on(mesh, {"x": X}))
 
 
-# Layers written for pmap.
-
-
 class Norms(nnx.Module):
     def __init__(self, axis_name, rngs):
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -138,7 +129,7 @@ class LinenNorms(nn.Module):
     ("kind", "options"),
     [
         ("nnx", {"accumulate": 2, "remat": "full"}),
-        ("nnx", {"precision": "bfloat16"}),
+        pytest.param("nnx", {"precision": "bfloat16"}, marks=pytest.mark.slow),
         ("linen", {"precision": "bfloat16"}),
     ],
 )

@@ -289,10 +289,8 @@ def losses_of_two_steps(mesh, rules, rows):
 
 
 def test_train_steps_of_grouped_convolutions_are_refused_or_right():
-    mesh, alone = (
-        mesh_of(batch=2, model=4),
-        losses_of_two_steps(mesh_of(batch=1), {}, "batch"),
-    )
+    mesh = mesh_of(batch=2, model=4)
+    alone = losses_of_two_steps(mesh_of(batch=1), {}, "batch")
     with pytest.raises(ml.errors.StepError, match=r"kernel f32\[3, 3, 1, 8\]"):
         losses_of_two_steps(mesh, {}, "batch")
     rules = {"^conv/kernel": (..., "model")}

@@ -201,7 +201,8 @@ def test_a_signal_is_passed_on_and_kills_the_second_time(launch, number):
 
 
 def test_a_job_that_does_not_end_when_it_is_told_to_is_killed(launch):
-    start = "-c from meshlayout import launch; launch._STOP_S = 1; exit(launch.main())"
+    start = "-c from meshlayout import launch; launch._STOP_S = launch._GRACE_S = 0.5"
+    start += "; exit(launch.main())"
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\n"
     script = f"{text}while True:\n    time.sleep(0.1)\n"
     run = launch("-n", 2, "script.py", start=start, script=script)

@@ -13,11 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import meshlayout as ml
 
 
-@pytest.fixture
-def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 def array(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -25,9 +20,6 @@ def array(*shape, dtype="float32"):
 def text(layouts, path, *shape, dtype="float32"):
     resolution = layouts.match(path, shape, jnp.dtype(dtype))
     return resolution and str(resolution.layout)
-
-
-# A mapping.
 
 
 def test_it_is_a_mapping(mesh):
@@ -48,11 +40,7 @@ def test_it_is_a_mapping(mesh):
 
 
 def test_equal_maps_pickles_and_copies(mesh):
-    rules = {
-        "a": ("batch",),
-        "b": max,
-        "c": ml.Rule(("model",), on_uneven="replicate"),
-    }
+    rules = {"a": ("batch",), "b": max, "c": ml.Rule(("model",), on_uneven="replicate")}
     options = {"default": ("batch", ...), "conflict": "first", "on_uneven": "replicate"}
     layouts = ml.LayoutMap(mesh.jax_mesh, rules, **options)
     assert ml.LayoutMap(mesh, dict(layouts), **options) == layouts == layouts | {}
@@ -70,9 +58,6 @@ def test_any_spelling_of_a_layout(mesh):
     ):
         layouts = ml.LayoutMap(mesh, {"w": value})
         assert text(layouts, "w", 8, 4) == "[model, unsharded]"
-
-
-# Which rule decides.
 
 
 def test_an_exact_path_wins_and_rules_that_agree_do_not_conflict(mesh):
@@ -123,9 +108,6 @@ def test_the_rules_found_are_those_that_re_search_finds(patterns, paths):
         assert resolved[path].rule == expected
 
 
-# What becomes of leaves.
-
-
 def test_unmatched_leaves_are_replicated_or_take_the_default(mesh):
     tree = {"w": array(8, 4), "s": array()}
     assert str(ml.LayoutMap(mesh).resolve(tree)["w"].layout) == "[unsharded, unsharded]"
@@ -150,9 +132,6 @@ def test_what_does_not_divide_is_left_unsharded_on_request_and_recorded(mesh):
     rules = {"w": ml.Rule(rule, on_uneven="error")}
     with pytest.raises(ml.errors.LayoutMapError):
         ml.LayoutMap(mesh, rules, on_uneven="replicate").match("w", (6, 10), "float32")
-
-
-# Flax's own metadata.
 
 
 def dense_kernel(names, **options):
@@ -211,9 +190,6 @@ def test_what_a_logical_axis_could_not_have_is_noted():
     assert f"note: w: {resolved.note}" in str(layouts.explain({"w": leaf}))
 
 
-# Activations.
-
-
 def test_constrain_follows_the_map_in_force_also_when_it_changes(mesh):
     layouts = ml.LayoutMap(mesh, {"hidden": ("batch", ..., "model")})
     traced = jax.jit(lambda x: ml.constrain(x * 2, "block/hidden"))
@@ -253,9 +229,6 @@ def test_what_an_activation_cannot_follow_is_said(mesh):
         "u f32[2]: inside shard_map every device works on its own shard, which "
         "constrain cannot move. Call it outside shard_map."
     )
-
-
-# Arrays that are placed already.
 
 
 def test_a_report_on_placed_arrays_says_where_they_are(mesh):
@@ -298,8 +271,6 @@ def test_own_rules_win_over_those_that_were_generated(mesh):
     exact = ml.LayoutMap(mesh, {"a/kernel": next(iter(rules.values())), "a": [...]})
     assert text(exact, "a/kernel", 8, 8) == "[unsharded, model]"
 
-
-# What is refused.
 
 MESH = "Mesh(batch=2, model=4)"
 BAD = {

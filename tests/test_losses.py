@@ -19,9 +19,6 @@ LOSSES = RNG.uniform(1, 2, size=8).astype("float32")
 WEIGHTS = np.array([1, 0, 2, 0.5, 0, 0, 1, 3], "float32")
 
 
-# Averages.
-
-
 PIXELS = RNG.normal(size=(4, 3)).astype("float32")
 FOUR = np.array([1.0, 0.0, 2.0, 1.0])
 
@@ -72,9 +69,6 @@ def test_averages_and_scalings_as_a_gradient_of_replica_code():
     np.testing.assert_allclose(value, (made**2).mean() + 0.1 * 5, rtol=1e-5)
     expected = 2 * rows.T @ made / 4 + 0.2 * np.asarray(kernel)
     np.testing.assert_allclose(grad, expected, rtol=1e-5)
-
-
-# In the replicas of a strategy.
 
 
 def in_replicas(function, mask, *arrays, context=None):
@@ -175,9 +169,6 @@ def test_a_function_that_has_the_mask_may_average_microbatches():
     np.testing.assert_allclose(shares.sum(), ROWS[MASK > 0].mean(), rtol=1e-6)
 
 
-# One loss per example, and denominators.
-
-
 def test_losses_are_averaged_over_all_dims_that_weights_do_not_have():
     rows = RNG.normal(size=(4, 3, 2)).astype("float32")
     for weights, axes in ((None, (1, 2)), (np.ones(4), (1, 2)), (np.ones((4, 3)), 2)):
@@ -192,8 +183,6 @@ def test_denominators():
     assert size("real", np.zeros(8), 8) == 1
     assert size("real", WEIGHTS.astype(bool), 8) == 5
 
-
-# Regularizers.
 
 PARAMS = {
     "hidden": {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([3.0])},
@@ -216,9 +205,6 @@ def test_penalties_are_sums_over_the_parameters_that_match(regularizer, expected
     np.testing.assert_allclose(regularizer(PARAMS), expected, rtol=1e-6)
     ones = {"hidden/kernel": jnp.full(4097, 1.0, "bfloat16")}
     assert regularizer(ones) == regularizer(jax.tree.map(np.float32, ones))
-
-
-# Errors.
 
 
 def in_two_axes(x):

@@ -37,9 +37,6 @@ def layouts_of(layouts, tree):
     return {leaf.path: leaf.layout for leaf in layouts.resolve(tree).resolutions}
 
 
-# The patterns.
-
-
 def test_a_transformer_has_a_rule_for_each_kind_of_leaf():
     columns, rows = (None, "model"), ("model", None)
     specs = {"embed/embedding": rows, "positions/embedding": (None, None)}
@@ -118,9 +115,6 @@ def test_rules_for_random_trees_resolve_every_leaf_to_its_layout(specs):
         assert (found and found.layout.specs) == (spec if any(spec) else None)
     for pattern in rules:
         assert any(re.search(pattern, path) for path in specs)
-
-
-# Maps as Python.
 
 
 def test_plain_rules_are_written_as_they_are_with_their_options_and_notes():

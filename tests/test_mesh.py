@@ -28,8 +28,12 @@ def ids(mesh):
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
+NAMES = st.text("abcxyz_:;-.'\"\\ü{}[]", min_size=1, max_size=6)
+KINDS = st.sampled_from(AxisType)
+
+
 @st.composite
-def meshes(draw):
+def meshes(draw, name=NAMES, kind=KINDS):
     sizes = draw(
         st.lists(st.sampled_from([1, 2, 3, 4, 5, 8]), min_size=1, max_size=4).filter(
             lambda sizes: math.prod(sizes) <= 8
@@ -37,14 +41,10 @@ def meshes(draw):
     )
     count = len(sizes)
     devices = draw(st.permutations(jax.devices()))[: math.prod(sizes)]
-    name = st.text("abcxyz_:;-.'\"\\ü{}[]", min_size=1, max_size=6)
     names = draw(st.lists(name, min_size=count, max_size=count, unique=True))
-    types = [draw(st.sampled_from(AxisType)) for _ in sizes]
+    types = [draw(kind) for _ in sizes]
     pairs = list(zip(names, sizes, strict=True))
     return create_mesh(pairs, devices=devices, axis_types=types)
-
-
-# Making one.
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,6 @@ def test_axis_types_come_for_all_or_one_by_one():
     assert create_mesh(axes, axis_types="explicit").axis_types == (explicit, explicit)
     types = ["Auto", AxisType.Explicit]
     assert create_mesh(axes, axis_types=types).axis_types == (auto, explicit)
-
-
-# What it is made of, against arithmetic done another way.
 
 
 @FEW
@@ -147,9 +144,6 @@ def test_a_mesh_shows_what_it_is_made_of_also_by_the_names_of_dtensor():
     assert MESH.local_device_ids() == MESH.global_device_ids() == list(range(8))
     assert MESH.local_device_locations() == MESH.unravel_index()
     assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id() == 3
-
-
-# Devices that are only described, and several processes.
 
 
 def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
@@ -297,8 +291,6 @@ def test_on_one_process_dcn_has_no_effect():
     for dcn in ("fsdp", ("replica", "fsdp"), []):
         assert create_mesh(axes, dcn=dcn) == create_mesh(axes)
 
-
-# Bad inputs, with what is said about them.
 
 NOT_AXES = (
     "does not give each axis name once with a size: a positive integer, or for one axis "

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import metrics
+from tests.error_messages import message_of
 from tests.small_states import MeanEach
 
 
@@ -62,9 +63,6 @@ def close(found, wanted, rtol=2e-6):
 @jax.jit
 def updated(metric, inputs, weights):
     return metric.update(*inputs, weights)
-
-
-# Properties of all of them.
 
 
 @each_metric
@@ -141,8 +139,6 @@ def test_metrics_of_other_classes_have_other_structures_and_do_not_merge():
             metric.merge(other)
     assert all(a != b for a, b in itertools.combinations(structures, 2))
 
-
-# Single values.
 
 TOKENS = RNG.normal(size=(16, 3)).astype(np.float32)
 BOTH = RNG.uniform(size=(16, 3)).astype(np.float32)
@@ -241,8 +237,6 @@ def test_the_predicted_class_is_that_of_argmax_for_any_number_of_classes(num_cla
         assert np.trace(values(matrix)) == 12
 
 
-# Random predictions.
-
 N, CLASSES = 16, 4
 # Weights are halves, so that sums are exact but for the shares themselves.
 roughly = functools.partial(close, rtol=2e-5)
@@ -316,9 +310,6 @@ def test_top_k_is_that_of_a_stable_sort(seed):
     roughly(top.compute(), np.average(right, weights=weights))
 
 
-# Shards.
-
-
 TOKEN_LOGITS = RNG.normal(size=(4, 8, 8)).astype(np.float32)
 BY_TOKEN = (TOKEN_LOGITS, RNG.integers(0, 8, (4, 8)))
 SHARDED = [
@@ -344,9 +335,6 @@ def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, types, mask):
     for specs in [dims, ("batch", None, "model")][: mask.ndim]:  # or by classes
         rest[0] = ml.relayout(inputs[0], mesh.layout(*specs, ...))
         close(values(updated(metric, rest, weights)), whole)
-
-
-# Feeding.
 
 
 BATCH = {"label": LABELS, "image": np.zeros((16, 2))}
@@ -392,9 +380,6 @@ def test_a_collection_is_a_mapping_of_values_that_jit_takes_and_returns():
     assert " ".join(repr(shown).split()).endswith("z 0 matrix [[0. 0.] [0. 0.]]")
     assert "<td" in shown._repr_html_()
     jax.jit(lambda m: repr(m) and m)(shown)
-
-
-# Metrics of others.
 
 
 def test_average_and_accuracy_of_nnx_become_metrics_of_ours():
@@ -449,9 +434,6 @@ def test_clu_and_metrax_agree_with_numpy():
     found = metrics.Metrics(theirs).update_from(outputs=step, batch={}, weights=MASK)
     close(found["average"], SCORES[MASK].mean())
     close([found["clu"], found["metrax"]], (LOGITS.argmax(1) == LABELS)[MASK].mean())
-
-
-# The compiled program.
 
 
 def by_hand(logits, labels):
@@ -525,11 +507,20 @@ REFUSED = {
     "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),
+    "metrics: 'f1': a function is no metric: return its value per example as an output of "
+    "the loss function, and write ml.metrics.Mean(values='f1'). For a value of a whole "
+    "epoch, write a callback that sets logs['val_f1'].": (
+        lambda: metrics.Metrics({"f1": lambda labels, scores: 0})
+    ),
     **{
-        f"metrics: 'a': the class {kind.__name__} is a class; give an instance": (
+        f"metrics: 'a': the class {call.partition('(')[0]} is a class; give an instance: "
+        f"{call}.": (
             lambda kind=kind: ml.make_train_step(lambda m, b: 0, metrics={"a": kind})
         )
-        for kind in (metrics.Accuracy, nnx.metrics.Average)
+        for kind, call in {
+            metrics.Accuracy: "Accuracy(labels='y')",
+            nnx.metrics.Average: "Average()",
+        }.items()
     },
     "metric 'l': Mean: there is no 'loss' among the outputs and the entries of the batch "
     "('losses', 'batch', 'label', 'image'). Did you mean 'losses'? A step reports the "
@@ -550,6 +541,4 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_does_not_fit_is_refused_in_words(message):
-    with pytest.raises(ml.errors.MetricError) as error:
-        REFUSED[message]()
-    assert str(error.value).startswith(message)
+    assert message_of(REFUSED[message], error=ml.errors.MetricError).startswith(message)

@@ -27,12 +27,7 @@ SMALL = TransformerConfig(
 NARROW = 8  # a ResNet's width, where it is run
 KEY = 0
 
-MODULES = {
-    "mlp": mlp,
-    "convnet": convnet,
-    "resnet": resnet,
-    "transformer": transformer,
-}
+MODULES = {"mlp": mlp, "convnet": convnet, "resnet": resnet, "transformer": transformer}
 EVERY_LAYOUT = [
     (name, rules)
     for name, module in MODULES.items()
@@ -72,8 +67,12 @@ def linen_model(name, sizes=None):
 
 
 def a_model(name, sizes=None):
+    return randomized(lambda: nnx_model(name, sizes))
+
+
+def randomized(build):
     """An NNX model with random parameters from NumPy, none of a special value."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: nnx_model(name, sizes)))
+    graphdef, state = nnx.split(nnx.eval_shape(build))
     random = np.random.default_rng(KEY)
 
     def filled(leaf):
@@ -118,6 +117,11 @@ def copied(tree, arrays):
 def linen_variables(name, model, sizes=None):
     """A Linen variant, with variables that hold the arrays of an NNX model."""
     module, init = linen_model(name, sizes)
+    return module, filled_variables(init, model)
+
+
+def filled_variables(init, model):
+    """Linen's variables, with the arrays of an NNX model."""
     variables = jax.eval_shape(init)
     params, statistics = by_path(model), by_path(model, nnx.BatchStat)
     variables["params"] = copied(variables["params"], params)
@@ -125,7 +129,7 @@ def linen_variables(name, model, sizes=None):
         variables["batch_stats"] = copied(variables["batch_stats"], statistics)
     assert not params
     assert not statistics
-    return module, variables
+    return variables
 
 
 @pytest.mark.parametrize("module", [convnet, data, gpt, resnet, transformer])
@@ -133,9 +137,6 @@ def test_the_examples_in_docstrings_hold(module):
     failed, attempted = doctest.testmod(module)
     assert attempted
     assert not failed
-
-
-# Parameters.
 
 
 def convolutions(width, in_features=1):
@@ -178,9 +179,6 @@ def test_both_variants_have_the_same_parameters(name, mesh_2x4):
     assert sum(map(np.prod, ours.values())) == num_params(name)
 
 
-# The networks of images.
-
-
 @pytest.mark.parametrize("name", ["mlp", "convnet"])
 def test_both_variants_of_small_networks_compute_the_same(name):
     model, images = a_model(name), random_images(3, 28, 28, 1)
@@ -191,12 +189,8 @@ def test_both_variants_of_small_networks_compute_the_same(name):
     )
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 4, 6, 3), (1, 5, 7, 2)],
-)
-def test_max_pooling_is_flax_max_pooling(shape):
-    x = jax.random.normal(jax.random.key(0), shape)  # continuous: no ties
+def test_max_pooling_is_flax_max_pooling():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 6, 3))  # continuous: no ties
 
     def flax_pool(x):
         return nnx.max_pool(x, (2, 2), strides=(2, 2))
@@ -215,7 +209,13 @@ def test_both_variants_of_the_resnet_compute_the_same(train):
     model = a_model("resnet", NARROW)
     images = random_images(4, 10, 8, 1)
     run(model, images)  # so that the running statistics are not the initial ones
-    module, variables = linen_variables("resnet", model, NARROW)
+    assert_variants_agree(
+        model, *linen_variables("resnet", model, NARROW), images, train
+    )
+
+
+def assert_variants_agree(model, module, variables, images, train):
+    """Compares the logits and the statistics of a call, in training or not."""
     model.train() if train else model.eval()
     apply = jax.jit(module.apply, static_argnames=("train", "mutable"))
     logits, changed = apply(variables, images, train=train, mutable="batch_stats")
@@ -226,10 +226,13 @@ def test_both_variants_of_the_resnet_compute_the_same(train):
         np.testing.assert_allclose(after[path_text(keys)], theirs, atol=1e-5)
 
 
-def convolved(images, kernel):
-    """A 3x3 convolution of one feature with zero padding, in NumPy."""
-    padded = np.pad(images.astype("float64"), ((0, 0), (1, 1), (1, 1), (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+def convolved(images, kernel, strides=1):
+    """A convolution with symmetric zero padding, in NumPy."""
+    size = kernel.shape[:2]
+    around = [(n // 2, n // 2) for n in size]
+    padded = np.pad(images.astype("float64"), ((0, 0), *around, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size, axis=(1, 2))
+    windows = windows[:, ::strides, ::strides]
     return np.einsum("bhwcij,ijcf->bhwf", windows, np.asarray(kernel, "float64"))
 
 
@@ -245,9 +248,6 @@ def test_batch_statistics_are_what_numpy_computes():
         running = getattr(model.stem_norm, name)[...]
         expected = 0.9 * before[name] + 0.1 * statistic
         np.testing.assert_allclose(running, expected, atol=1e-6)
-
-
-# The language model.
 
 
 def layer_norm(x, params):
@@ -299,9 +299,8 @@ def test_the_language_model_is_what_numpy_computes(model):
     _, variables = linen_variables("transformer", model, SMALL)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), variables["params"])
     expected = [numpy_logits(params, row, SMALL.num_heads) for row in tokens]
-    np.testing.assert_allclose(
-        run(model, tokens), expected, atol=2e-5
-    )  # float32's rounding
+    # float32's rounding
+    np.testing.assert_allclose(run(model, tokens), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -380,9 +379,6 @@ def test_sizes_that_do_not_fit_are_refused(flax):
         ValueError, match=r"^features=64 does not divide by num_heads=5"
     ):
         TransformerConfig(num_heads=5)
-
-
-# Layouts.
 
 
 def whole_patterns(name, rules):

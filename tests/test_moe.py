@@ -25,9 +25,6 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# `dispatch`.
-
-
 def by_groups(params, rows, group_sizes):
     hidden = jnp.tanh(jax.lax.ragged_dot(rows, params["up"], group_sizes))
     return jax.lax.ragged_dot(hidden, params["down"], group_sizes)
@@ -122,10 +119,8 @@ def test_rows_are_padded_and_tokens_of_no_expert_add_nothing():
 def test_experts_see_true_rows_alone_as_gradients_of_zeros_may_be_nan():
     def normalized(scale, rows, group_sizes):
         rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
-        return (
-            rows
-            * jnp.repeat(scale, group_sizes, total_repeat_length=len(rows))[:, None]
-        )
+        scales = jnp.repeat(scale, group_sizes, total_repeat_length=len(rows))
+        return rows * scales[:, None]
 
     x, index = tokens(8, 2, lead=(11, 6))[0][0], jnp.arange(132).reshape(11, 6, 2) % 3
     run = functools.partial(dispatch, axis="expert", mesh=mesh_of(batch=2, expert=4))
@@ -164,8 +159,6 @@ def test_wrong_calls_are_refused_in_sentences():
         with pytest.raises(ml.MeshLayoutError, match="dispatch: capacity "):
             dispatch(x, index, index, by_groups, params, axis="b", capacity=capacity)
 
-
-# The model.
 
 CONFIG = moe.MoEConfig(
     vocab_size=16, max_length=8, features=8, num_heads=2, num_layers=2, mlp_features=16
@@ -219,7 +212,8 @@ def trained(kind, config, axes):
     ("kind", "capacity_factor"), [("nnx", 1.0), slow("nnx", None), slow("linen", None)]
 )
 def test_the_model_trains_as_on_one_device(kind, capacity_factor):
-    config = dataclasses.replace(CONFIG, capacity_factor=capacity_factor)
+    sizes = {"capacity_factor": capacity_factor, "num_layers": 1}
+    config = dataclasses.replace(CONFIG, **sizes)
     state, metrics = trained(kind, config, {"batch": 2, "expert": 4})
     stacks = [leaf for leaf in jax.tree.leaves(state.params) if leaf.ndim == 3]
     layouts = {str(ml.Layout.of(leaf)) for leaf in stacks}
@@ -242,8 +236,6 @@ def test_metrics_count_the_load_of_each_expert_and_what_was_dropped():
     mean = np.average(above, axis=0, weights=WEIGHTS).mean()
     assert 0 < mean == pytest.approx(float(got["dropped"]))
 
-
-# What the compiler for TPUs makes of it.
 
 ROWS, WIDTH, NUM_EXPERTS = 16, 128, 16
 
@@ -276,6 +268,5 @@ def test_tokens_are_exchanged_on_a_tpu_and_nothing_is_gathered(axes, capacity_fa
     # Each device's tokens, to two experts each: there, back, and both backward.
     least = 4 * ROWS * config.max_length * 2 * WIDTH // 8
     slack = 1 if capacity_factor else 1.25
-    assert [one.nbytes for one in exchanges if one.nbytes > 64] == (
-        [slack * least] * (4 if capacity_factor else 10)
-    )
+    large = [one.nbytes for one in exchanges if one.nbytes > 64]
+    assert large == [slack * least] * (4 if capacity_factor else 10)

@@ -10,14 +10,7 @@ import nbformat
 import pytest
 
 from models.data import prepare_carried_part
-from tests.notebook_runs import (
-    NOTEBOOKS,
-    errors,
-    read,
-    repository,
-    run,
-    with_address,
-)
+from tests.notebook_runs import NOTEBOOKS, errors, read, repository, run, with_address
 from tests.processes import ROOT
 
 

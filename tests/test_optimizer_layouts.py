@@ -49,11 +49,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture
-def mesh() -> ml.Mesh:
-    return ml.create_mesh({"batch": 2, "model": 4})
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_slot_has_its_parameters_layout(name, mesh):
     layouts = ml.LayoutMap(mesh, RULES)
@@ -213,9 +208,6 @@ def test_stacked_slots_as_those_of_lbfgs_follow_their_parameter(mesh):
         assert str(cube.layout) == "[unsharded, unsharded, unsharded, model]"
 
 
-# ZeRO.
-
-
 BATCHES = ("data", "fsdp")
 ZERO = {
     (64, 512): (None, BATCHES),  # the largest dim first, over all axes of batches
@@ -258,9 +250,8 @@ def test_zero_rule_extends_the_layout_that_a_slot_has(mesh):
         "d": "[unsharded, unsharded]",
     }
     assert resolved["a"].layout == mesh.layout(None, "model")
-    assert (
-        resolved["opt_state/0/mu/c"].note == "whole: 8 elements, fewer than min_size=16"
-    )
+    note = resolved["opt_state/0/mu/c"].note
+    assert note == "whole: 8 elements, fewer than min_size=16"
     assert resolved["opt_state/0/mu/d"].note == "whole: no dim divides over 'batch'"
 
 

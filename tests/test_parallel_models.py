@@ -166,26 +166,6 @@ def test_a_step_on_a_mesh_computes_what_it_does_on_one_device(name, rule):
     assert any("loss" in leaf.path for leaf in report.differences)
 
 
-# What the rules are.
-
-
-@pytest.mark.parametrize("rule", ["fsdp", "fsdp+tensor"])
-@pytest.mark.parametrize("name", ["mlp, nnx", "transformer, nnx", "gpt, scanned"])
-def test_the_code_of_a_rule_gives_the_same_layouts(name, rule):
-    model = MODELS[name]
-    layouts = layouts_by(rule, model)
-    state = model.describe(layouts).abstract
-    code = layouts.to_code(state)
-    again = eval(code, {"ml": ml, "mesh": layouts.mesh})
-    expected = {leaf.path: leaf.layout for leaf in layouts.resolve(state).resolutions}
-    found = {leaf.path: leaf.layout for leaf in again.resolve(state).resolutions}
-    assert found == expected
-    again.resolve(state).check_lock(layouts.resolve(state).to_lock())
-
-
-# What is sent.
-
-
 def sent(
     model: Model, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
 ) -> Any:

@@ -291,8 +291,6 @@ def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monke
     assert coordinator.schedule(rest, (iter(data),)).fetch() == 10.0
 
 
-# Refusals.
-
 OLD = not hasattr(nnx.Variable, "get_raw_value")
 
 

@@ -211,17 +211,12 @@ def test_layers_that_are_not_stacked_are_not_sharded():
     assert found["more/blocks/up"].layout == mesh.layout("stage", None)
 
 
-@pytest.mark.parametrize("flax", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_a_transformer_in_stages_learns_what_it_learns_on_one_device(flax):
+def test_a_transformer_in_stages_learns_what_it_learns_on_one_device():
     sizes = {"vocab_size": 32, "max_length": 8, "features": 16, "num_layers": 4}
     config = transformer.TransformerConfig(**sizes, is_scanned=True, microbatches=4)
-    module = transformer.LinenTransformer(config) if flax == "linen" else None
+    module = transformer.LinenTransformer(config)
     tokens = np.arange(16 * 8, dtype="int32").reshape(16, 8) * 7 % 32
-
-    def build():
-        if module is None:
-            return transformer.Transformer(config, rngs=nnx.Rngs(0))
-        return module.init(jax.random.key(0), jnp.zeros((1, 8), "int32"))
+    build = lambda: module.init(jax.random.key(0), jnp.zeros((1, 8), "int32"))
 
     def losses(axes, *rules):
         mesh = create_mesh(axes)
@@ -237,7 +232,6 @@ def test_a_transformer_in_stages_learns_what_it_learns_on_one_device(flax):
     close = functools.partial(pytest.approx, rel=1e-4)
     expected = [*losses({"batch": 1}, ml.parallel.data_parallel)]
     stages, fsdp = ml.parallel.stages, functools.partial(ml.parallel.fsdp, min_bytes=0)
-    assert [*losses({"batch": 2, "stage": 4}, stages)] == close(expected)
     assert [*losses({"batch": 2, "stage": 2}, stages, fsdp)] == close(expected)
 
 

@@ -27,23 +27,16 @@ KEY = 0
 
 @dataclass(frozen=True)
 class Published:
-    """A published model: how its users make and call it.
+    """A published model: how its users make and call it."""
 
-    Attributes:
-        build: Makes the model's parameters, as its package holds them.
-        apply: Its forward pass: parameters and a batch to a tuple of arrays.
-        batch: A batch, in host memory.
-    """
-
-    build: Callable[[], Any]
-    apply: Callable[[Any, Any], Any]
-    batch: dict[str, np.ndarray]
+    build: Callable[[], Any]  # its parameters, as its package holds them
+    apply: Callable[[Any, Any], Any]  # the forward pass: of parameters and a batch
+    batch: dict[str, np.ndarray]  # in host memory
 
 
 def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> np.ndarray:
-    return (
-        np.random.default_rng(seed).integers(3, VOCAB, (rows, length)).astype("int32")
-    )
+    rng = np.random.default_rng(seed)
+    return rng.integers(3, VOCAB, (rows, length)).astype("int32")
 
 
 def images(*shape: int) -> np.ndarray:
@@ -199,9 +192,10 @@ def haiku_mlp() -> Published:
     )
 
 
-def haiku_network(make: Callable[[], Any]) -> Published:
+def haiku_network(name: str, **sizes: Any) -> Published:
     """A network of Haiku with batch normalization, whose state is its own tree."""
-    haiku = importlib.import_module("haiku")
+    haiku = pytest.importorskip("haiku")
+    make = functools.partial(getattr(haiku.nets, name), num_classes=8, **sizes)
     net = haiku.transform_with_state(
         lambda x, is_training: make()(x, is_training=is_training)
     )
@@ -220,15 +214,12 @@ def haiku_network(make: Callable[[], Any]) -> Published:
 
 
 def haiku_resnet() -> Published:
-    haiku = pytest.importorskip("haiku")
     sizes = {"blocks_per_group": [1, 1, 1, 1], "channels_per_group": [16, 32, 32, 64]}
-    return haiku_network(lambda: haiku.nets.ResNet(num_classes=8, **sizes))
+    return haiku_network("ResNet", **sizes)
 
 
 def haiku_mobilenet() -> Published:
-    haiku = pytest.importorskip("haiku")
-    sizes = {"strides": (1, 2), "channels": (16, 32)}
-    return haiku_network(lambda: haiku.nets.MobileNetV1(num_classes=8, **sizes))
+    return haiku_network("MobileNetV1", strides=(1, 2), channels=(16, 32))
 
 
 def equinox(make: Callable[[Any], Any], batch: np.ndarray) -> Published:
@@ -241,9 +232,7 @@ def equinox(make: Callable[[Any], Any], batch: np.ndarray) -> Published:
         return jax.vmap(eqx.combine(params, static))(batch["x"])
 
     return Published(
-        lambda: eqx.filter(make(jax.random.key(KEY)), eqx.is_array),
-        apply,
-        {"x": batch},
+        lambda: eqx.filter(make(jax.random.key(KEY)), eqx.is_array), apply, {"x": batch}
     )
 
 
@@ -356,10 +345,7 @@ RULES: dict[
         {"batch": 8},
         lambda mesh, model: ml.parallel.data_parallel(mesh),
     ),
-    "fsdp": (
-        {"batch": 8},
-        lambda mesh, model: ml.parallel.fsdp(mesh, min_bytes=0),
-    ),
+    "fsdp": ({"batch": 8}, lambda mesh, model: ml.parallel.fsdp(mesh, min_bytes=0)),
     "tensor_parallel": (
         {"batch": 2, "model": 4},
         lambda mesh, model: ml.parallel.tensor_parallel(
@@ -382,13 +368,13 @@ def sgd_step(model: Published, treedef: Any) -> Callable[[Any, Any], Any]:
     def step(leaves: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
         is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
 
-        def loss_of(floats: list[Any]) -> Any:
+        def filled(floats: list[Any]) -> list[Any]:
             rest = iter(floats)
-            filled = [
-                next(rest) if learns else leaf
-                for learns, leaf in zip(is_float, leaves, strict=True)
-            ]
-            tree = treedef.unflatten(filled)
+            pairs = zip(is_float, leaves, strict=True)
+            return [next(rest) if learns else leaf for learns, leaf in pairs]
+
+        def loss_of(floats: list[Any]) -> Any:
+            tree = treedef.unflatten(filled(floats))
             if isinstance(tree, tuple) and isinstance(tree[0], nnx.GraphDef):
                 tree = nnx.merge(*tree)
             logits = model.apply(tree, batch)
@@ -397,12 +383,8 @@ def sgd_step(model: Published, treedef: Any) -> Callable[[Any, Any], Any]:
 
         floats = [x for x, learns in zip(leaves, is_float, strict=True) if learns]
         loss, grads = jax.value_and_grad(loss_of)(floats)
-        rest = iter(grads)
-        new = [
-            leaf - 0.1 * next(rest) if learns else leaf
-            for learns, leaf in zip(is_float, leaves, strict=True)
-        ]
-        return new, {"loss": loss, "grads": grads}
+        new = [x - 0.1 * slope for x, slope in zip(floats, grads, strict=True)]
+        return filled(new), {"loss": loss, "grads": grads}
 
     return step
 

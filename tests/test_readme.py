@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import meshlayout
@@ -16,34 +15,21 @@ import meshlayout
 README = Path(__file__).parents[1] / "README.md"
 
 
-def run_readme_program(folder, *command, first="", **environment):
-    """Runs the programs with Python and its options; returns the lines they printed."""
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The lines that the programs print."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    program = first + "\n".join(blocks)
-    script = folder / "program.py"
-    script.write_text(program)
+    script = tmp_path_factory.mktemp("readme") / "program.py"
+    script.write_text("\n".join(blocks))
     run = subprocess.run(
-        [sys.executable, *command, str(script)],
+        [sys.executable, "-W", "error", str(script)],
         capture_output=True,
         text=True,
         check=False,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(README.parent),
-            **environment,
-        },
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent)},
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip().splitlines()
-
-
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory):
-    return run_readme_program(
-        tmp_path_factory.mktemp("one"),
-        *("-W", "error"),
-    )
 
 
 def test_the_readme_program_prints_what_it_shows(lines):
@@ -65,43 +51,6 @@ def test_the_readme_is_short():
 def test_the_citation_names_this_version():
     text = (README.parent / "CITATION.cff").read_text()
     assert f"\nversion: {meshlayout.__version__}\n" in text
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_readme_program_prints_the_same_numbers_in_two_processes(lines, tmp_path):
-    # The line that a program of several processes begins with.
-    first = "import meshlayout as ml\n\nml.initialize()\n"
-    options = ["-n", "2", "--devices-per-process", "4"]
-    command = ["-m", "meshlayout.launch", *options]
-    printed = run_readme_program(tmp_path, *command, first=first)
-    for index in range(2):
-        prefix = f"[{index}] "
-        own = [x.removeprefix(prefix) for x in printed if x.startswith(prefix)]
-        own = untimed(own)
-        assert any(line.startswith("accuracy") for line in own[-3:])
-        expected = untimed(lines)
-        is_last = [line.startswith("accuracy") for line in expected]
-        expected = expected[: len(expected) - is_last[::-1].index(True)]
-        title = expected.index("Mesh(batch=2, model=4)")
-        expected[title] = "Mesh(batch=2, model=4; batch across 2 processes)"
-        # Gloo writes into the same stream, wherever it is; and processes add up in
-        # another order, which may round the last digit otherwise.
-        for line in expected:
-            parts = map(re.escape, NUMBER.split(line))
-            found = re.search(f"({NUMBER.pattern})".join(parts), "\n".join(own))
-            assert found, line
-            numbers = np.float64(found.groups()), np.float64(NUMBER.findall(line))
-            np.testing.assert_allclose(*numbers, rtol=1e-3)
-
-
-NUMBER = re.compile(r"\d+\.\d+")
-
-
-def untimed(lines):
-    """The lines without Gloo's, and without those that say how long an epoch took."""
-    noise = r"^epoch \d+/\d+ |\[Gloo\]|peer ranks"
-    return [line for line in lines if not re.search(noise, line)]
 
 
 def test_the_tour_names_files_that_exist():

@@ -37,9 +37,6 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-# Values and tables.
-
-
 def test_bytes_have_a_unit_that_keeps_them_short():
     texts = [_render.bytes_text(n) for n in (0, 1023, 1024, 2**20 - 1, 5000 * 2**60)]
     assert texts == ["0 B", "1023 B", "1.0 KiB", "1.0 MiB", "5000.0 EiB"]
@@ -58,11 +55,7 @@ def test_arrays_are_written_with_the_short_names_of_jax():
 def test_wide_letters_and_line_breaks_do_not_break_the_table():
     rows = [["日本", "x"], ["e\u0301", "x"], ["x\ny", "\x1b[31mred"]]
     text = _render.text_table(["a", "b"], rows)
-    assert text.splitlines()[2:] == [
-        "日本  x",
-        "e\u0301     x",
-        "x\\ny  \\x1b[31mred",
-    ]
+    assert text.splitlines()[2:] == ["日本  x", "e\u0301     x", "x\\ny  \\x1b[31mred"]
 
 
 def test_html_tables_escape_whatever_a_user_wrote_and_take_the_colors_of_the_page():
@@ -74,9 +67,6 @@ def test_html_tables_escape_whatever_a_user_wrote_and_take_the_colors_of_the_pag
     # In quirks mode, a table does not inherit the color around it.
     (table,) = re.findall(r"<table [^>]*>", text)
     assert "color:inherit" in table
-
-
-# Meshes.
 
 
 def mesh_text(names, shape):
@@ -132,8 +122,6 @@ def test_blocks_can_be_read_and_distinguished_on_light_and_dark_pages(count):
     # Text around the blocks takes the color of the page.
     assert not re.search(r"color:(?!inherit)", BLOCK.sub("", text))
 
-
-# Curves and terminals.
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,7 +13,14 @@ from flax import nnx
 import meshlayout as ml
 from models import resnet
 from models.resnet import Bottleneck, LinenResNet50, ResNet50, synchronize_norms
-from tests.test_models import by_path, path_text
+from tests.test_models import (
+    assert_variants_agree,
+    by_path,
+    convolved,
+    filled_variables,
+    path_text,
+    randomized,
+)
 
 
 # As torchvision states for its weights ResNet50_Weights.IMAGENET1K_V1: "num_params",
@@ -34,21 +41,6 @@ def shapes(depths=(3, 4, 6, 3)):
     return nnx.eval_shape(lambda: ResNet50(depths=depths, rngs=nnx.Rngs(0)))
 
 
-def randomized(build):
-    """A model with parameters and statistics from NumPy, none of a special value."""
-    graphdef, state = nnx.split(nnx.eval_shape(build))
-    random = np.random.default_rng(0)
-
-    def filled(leaf):
-        if len(leaf.shape) < 2:
-            values = 1 + 0.1 * random.normal(size=leaf.shape)
-        else:
-            values = random.normal(size=leaf.shape) / np.sqrt(np.prod(leaf.shape[:-1]))
-        return jnp.asarray(values, leaf.dtype)
-
-    return nnx.merge(graphdef, jax.tree.map(filled, nnx.to_pure_dict(state)))
-
-
 def narrow():
     return randomized(lambda: ResNet50(**NARROW, rngs=nnx.Rngs(0)))
 
@@ -56,9 +48,6 @@ def narrow():
 def photos(rows, size=32):
     random = np.random.default_rng(1)
     return random.normal(size=(rows, size, size, 3)).astype("float32")
-
-
-# The known network.
 
 
 @pytest.mark.parametrize(
@@ -101,20 +90,6 @@ def test_it_takes_the_known_number_of_multiply_adds():
     assert ml.hlo.read_cost(traced).flops == 2 * MULTIPLY_ADDS
 
 
-# What it computes.
-
-
-def convolved(x, kernel, strides):
-    """A convolution with symmetric padding, in NumPy."""
-    size = kernel.shape[0]
-    before = (size // 2, size // 2)
-    padded = np.pad(x, ((0, 0), before, before, (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(
-        padded, (size, size), axis=(1, 2)
-    )
-    return np.einsum("bhwcij,ijcf->bhwf", windows[:, ::strides, ::strides], kernel)
-
-
 def normalized(x, norm):
     """Batch normalization with the statistics of the batch, in NumPy."""
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
@@ -128,7 +103,7 @@ def test_a_bottleneck_is_what_numpy_computes(in_features, strides):
     build = lambda: Bottleneck(in_features, 8, strides=strides, rngs=nnx.Rngs(0))
     block = randomized(build)
     x = np.random.default_rng(1).normal(size=(2, 6, 6, in_features))
-    kernel = lambda name: np.asarray(getattr(block, name).kernel[...], "float64")
+    kernel = lambda name: getattr(block, name).kernel[...]
     y = np.maximum(normalized(convolved(x, kernel("conv1"), 1), block.norm1), 0)
     y = np.maximum(normalized(convolved(y, kernel("conv2"), strides), block.norm2), 0)
     y = normalized(convolved(y, kernel("conv3"), 1), block.norm3)
@@ -152,27 +127,9 @@ def test_max_pooling_takes_symmetric_windows():
 def test_both_variants_compute_the_same(train):
     model, images = narrow(), photos(4)
     linen = LinenResNet50(**NARROW)
-    variables = jax.eval_shape(lambda: linen.init(jax.random.key(0), images))
-    arrays = {**by_path(model), **by_path(model, nnx.BatchStat)}
-    variables = {
-        collection: jax.tree_util.tree_map_with_path(
-            lambda keys, _: arrays[path_text(keys)], tree
-        )
-        for collection, tree in variables.items()
-    }
-    model.train() if train else model.eval()
-    apply = jax.jit(linen.apply, static_argnames=("train", "mutable"))
-    logits, changed = apply(variables, images, train=train, mutable="batch_stats")
-    assert logits.shape == (4, 10)
-    # The same operations in the same order: only fused differently.
-    ours = nnx.jit(lambda model, images: model(images))(model, images)
-    np.testing.assert_allclose(ours, logits, atol=1e-5)
-    after = by_path(model, nnx.BatchStat)
-    for keys, theirs in jax.tree_util.tree_leaves_with_path(changed["batch_stats"]):
-        np.testing.assert_allclose(after[path_text(keys)], theirs, atol=1e-5)
+    variables = filled_variables(lambda: linen.init(jax.random.key(0), images), model)
+    assert_variants_agree(model, linen, variables, images, train)
 
-
-# Layouts.
 
 WHOLE = {
     "DATA_PARALLEL": r".*",
@@ -192,12 +149,6 @@ def test_every_rule_places_parameters(rules, mesh_2x4):
     assert whole == {r.path for r in report.resolutions if re.search(pattern, r.path)}
 
 
-def mean_loss(model, batch):
-    logits = model(batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean()
-
-
 def losses_of(model, batch):
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -213,13 +164,11 @@ def batch():
 def step_on_one_device(batch):
     """The loss, gradients and statistics of plain Flax."""
     model = narrow()
+    mean_loss = lambda model, batch: losses_of(model, batch).mean()
     loss, grads = nnx.jit(nnx.value_and_grad(mean_loss))(model, batch)
     flat = nnx.to_flat_state(grads)
     grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
     return float(loss), grads, by_path(model, nnx.BatchStat)
-
-
-# On the replicas of a strategy.
 
 
 def mirrored_step(strategy, batch, *, synchronized):

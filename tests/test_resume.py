@@ -122,7 +122,7 @@ def whole(kind=DATASET):
     return fit(mesh, kind=kind)[0]
 
 
-SLOW = [*KINDS][2:]
+SLOW = [*KINDS][1:]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize(
-    "options", [{"ema": 0.9}, {"on_nonfinite": "skip"}, {"precision": "float16"}]
+    "options",
+    [
+        {"ema": 0.9},
+        pytest.param({"on_nonfinite": "skip"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "float16"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_loop_of_ones_own_resumes_what_the_step_keeps(options, mesh, tmp_path):
     step = ml.make_train_step(loss_fn, **options)
@@ -180,9 +185,6 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
     with ml.Checkpointer(tmp_path) as ck, pytest.warns(UserWarning, match=words):
         found, done = fit(mesh, ck, resume=True)
     assert (found, done) == (whole(), STEPS - steps[-2])
-
-
-# Which directory belongs to which run, without a model.
 
 
 ONES = [{"x": np.ones(1, np.float32)}] * 3

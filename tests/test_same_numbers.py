@@ -69,7 +69,10 @@ MODELS = {
         transformer.LinenTransformer(CONFIG), (8,), "int32", keywords=(("train", True),)
     ),
 }
-RING = functools.partial(ml.parallel.ring_attention, axis="seq", causal=True)
+RING, HEADS = (
+    functools.partial(attend, axis="seq", causal=True)
+    for attend in (ml.parallel.ring_attention, ml.parallel.all_to_all_attention)
+)
 STAGED = dataclasses.replace(CONFIG, is_scanned=True, num_layers=4, microbatches=2)
 MIXED = moe.MoEConfig(**vars(CONFIG))
 
@@ -93,6 +96,17 @@ def language_model(config):
     return RawModel(make, example_shape=(8,), weights_shape=weights_shape)
 
 
+IN_CONTEXT = (
+    {"batch": 2, "seq": 4},
+    lambda mesh: ml.LayoutMap(mesh, transformer.FSDP_CONTEXT, unused="ignore"),
+    ("batch", "seq"),
+)
+IN_STAGES = ({"batch": 2, "stage": 4}, ml.parallel.stages, ("batch", None))
+LINEN_STAGES = linen(
+    *(transformer.LinenTransformer(STAGED), (8,), "int32"),
+    weights_shape=(8,),
+    keywords=(("train", True),),
+)
 # Way -> a model, axes, the layouts of its parameters, and those of its inputs.
 WAYS = {
     "space": (
@@ -103,9 +117,11 @@ WAYS = {
     ),
     "context": (
         language_model(dataclasses.replace(CONFIG, attention=RING)),
-        {"batch": 2, "seq": 4},
-        lambda mesh: ml.LayoutMap(mesh, transformer.FSDP_CONTEXT, unused="ignore"),
-        ("batch", "seq"),
+        *IN_CONTEXT,
+    ),
+    "context by heads": (
+        language_model(dataclasses.replace(CONFIG, attention=HEADS)),
+        *IN_CONTEXT,
     ),
     "sequence": (
         language_model(CONFIG),
@@ -121,12 +137,8 @@ WAYS = {
         lambda mesh: ml.LayoutMap(mesh, moe.EXPERT_PARALLEL),
         (("batch", "expert"), None),
     ),
-    "pipeline": (
-        language_model(STAGED),
-        {"batch": 2, "stage": 4},
-        ml.parallel.stages,
-        ("batch", None),
-    ),
+    "pipeline": (language_model(STAGED), *IN_STAGES),
+    "linen pipeline": (LINEN_STAGES, *IN_STAGES),
 }
 MODELS |= {way: model for way, (model, *_) in WAYS.items() if way != "space"}
 MODULES = {
@@ -166,8 +178,6 @@ def programs():
                 chosen.append(pytest.param(name, mesh, accumulate, marks=marks))
     return chosen
 
-
-# What is compared.
 
 OPTIMIZER = raw_steps.optimizer()
 
@@ -248,8 +258,8 @@ def test_twenty_steps_agree_with_raw_jax_on_one_device(name, mesh, accumulate):
 def test_twenty_steps_agree_however_a_model_is_split(way):
     model, axes, rules, inputs = WAYS[way]
     layouts = rules(mesh_of(**axes))
-    state = ml.TrainState.create(model.build, OPTIMIZER, layouts)
-    options = {"layouts": layouts} if way in ("context", "sequence") else {}
+    state = ml.TrainState.create(model.build, OPTIMIZER, layouts, module=model.module)
+    options = {"layouts": layouts} if way.startswith(("context", "sequence")) else {}
     name = "convnet" if way == "space" else way
     assert disagreements_of(name, state, inputs, **options) == {}
 
@@ -370,16 +380,17 @@ def scalar(model, batch):
 
 KINDS = Parent, Block, Inherited, Dropped, nnx.BatchNorm
 FLOATS = ml.PrecisionPolicy("float32", "float32")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LOOKING = [
     # A loss in which examples meet would see the padding, and has none.
     (squares, True, {"accumulate": 2, "precision": FLOATS}),
     (contrastive, False, {"accumulate": 2}),
-    (mixup, False, {"accumulate": 2}),
-    (own_batch_norm, False, {"accumulate": 4}),
-    (rolled, False, {"accumulate": 4}),
+    slow(mixup, False, {"accumulate": 2}),
+    slow(own_batch_norm, False, {"accumulate": 4}),
+    slow(rolled, False, {"accumulate": 4}),
     (scalar, False, {"accumulate": 4}),
     (dropped, True, {"accumulate": 2, "remat": "blocks"}),
-    (dropped, False, {"remat": jax.checkpoint_policies.dots_saveable}),
+    slow(dropped, False, {"remat": jax.checkpoint_policies.dots_saveable}),
     *(
         itertools.product(
             (squares, contrastive, mixup, dropped),

@@ -83,7 +83,11 @@ def adapted():
 
 
 # Whole models, of most layers that Flax has, are in test_create.
-@pytest.mark.parametrize("build", [nested, mixed, configured, vmapped, adapted])
+@pytest.mark.parametrize(
+    "build",
+    [nested, mixed, vmapped]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in (configured, adapted)],
+)
 def test_models_are_born_as_the_map_says_with_the_same_bits(build):
     layouts, expected = kernels(), build()
     with ml.scope(layouts):
@@ -184,9 +188,6 @@ def test_describing_takes_time_in_proportion_to_the_layers():
     assert calls_of_functions(160) < 6 * calls_of_functions(40)
 
 
-# Linen.
-
-
 def test_linen_variables_are_born_sharded():
     sample = jnp.ones((1, 28, 28, 1))
     with ml.scope(kernels()):
@@ -196,9 +197,6 @@ def test_linen_variables_are_born_sharded():
     expected = LinenMLP().init(jax.random.key(0), sample)  # is as it was
     assert_same_bits(variables, expected)
     assert isinstance(expected["params"]["hidden"]["kernel"].sharding, SINGLE)
-
-
-# Where a scope begins and ends.
 
 
 def lies(layer):
@@ -321,6 +319,5 @@ def test_mistakes_are_named_by_the_final_path_at_the_end():
     layouts = kernels()
     layouts["layers"] = (..., "batch")
     start = "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and"
-    assert message_of(in_scope, layouts, lambda: nnx.Sequential(linear())).startswith(
-        start
-    )
+    said = message_of(in_scope, layouts, lambda: nnx.Sequential(linear()))
+    assert said.startswith(start)

@@ -19,6 +19,7 @@ from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout.cluster import process_count, process_index
+from tests.error_messages import outcome_of
 from tests.processes import run_processes
 
 
@@ -62,12 +63,6 @@ class Run:
 def numbers(tree):
     """The leaves of a tree as lists of numbers, gathered from all processes."""
     return [np.asarray(x, float).tolist() for x in jax.tree.leaves(ml.to_numpy(tree))]
-
-
-def message(call, *args, **kwargs):
-    with pytest.raises(ml.MeshLayoutError) as error:
-        call(*args, **kwargs)
-    return f"{type(error.value).__name__}: {error.value}"
 
 
 class Net(nnx.Module):
@@ -320,12 +315,12 @@ def errors_are_those_of_all(run):
     whole, step = mesh.layout(None), ml.make_train_step(loss_fn)
     rows = {name: x[here:][:BATCH] for name, x in source().items()}
     errors = {
-        "differs": message(ml.relayout, {"a": np.full(4, here)}, whole),
-        "to some": message(ml.relayout, x, own.layout("own")),
-        "from some": message(ml.relayout, of_first, mesh.layout("batch")),
-        "shapes": message(ml.pack, shapes, mesh.layout("batch")),
-        "replicas": message(ml.pack, replicas, whole),
-        "batch": message(step, state_on(mesh), rows),
+        "differs": outcome_of(ml.relayout, {"a": np.full(4, here)}, whole),
+        "to some": outcome_of(ml.relayout, x, own.layout("own")),
+        "from some": outcome_of(ml.relayout, of_first, mesh.layout("batch")),
+        "shapes": outcome_of(ml.pack, shapes, mesh.layout("batch")),
+        "replicas": outcome_of(ml.pack, replicas, whole),
+        "batch": outcome_of(step, state_on(mesh), rows),
     }
     # JAX's own reason differs.
     reason = errors["to some"].index("Mesh(own=2)): ") + len("Mesh(own=2)): ")
@@ -333,7 +328,7 @@ def errors_are_those_of_all(run):
     if own.local_devices:
         assert ml.to_numpy(of_first).tolist() == list(range(16))
     else:
-        assert message(ml.to_numpy, of_first) == (
+        assert outcome_of(ml.to_numpy, of_first) == (
             f"LayoutError: i32[16]: process {here} has no part of the array, which is "
             "on devices of other processes."
         )
@@ -388,14 +383,10 @@ def verified(run):
     return [len(result.differences) for result in results]
 
 
-# What is run, and where.
-
-
 def run_programs(names, *args):
     run, results = Run(*args), {}
     for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             results[name] = PROGRAMS[name](run)
     return json.loads(json.dumps(results))
 

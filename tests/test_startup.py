@@ -32,13 +32,9 @@ LOOK = (
 )
 
 
-def attempt(function, *args, **kwargs):
+def attempt(*call, **kwargs):
     """The message of the error of a call; "" if it works."""
-    try:
-        function(*args, **kwargs)
-    except ClusterError as error:
-        return str(error)
-    return ""
+    return refusal(ClusterError, *call, **kwargs) or ""
 
 
 def job(ports):
@@ -47,7 +43,7 @@ def job(ports):
     here = int(os.environ["JAX_PROCESS_ID"])
     address = [f"127.0.0.1:{port}" for port in ports]
     start, seen = ml.initialize, {}
-    seen["missing"] = attempt(start, address[0], 4, here, timeout_s=2)
+    seen["missing"] = attempt(start, address[0], 4, here, timeout_s=1)
     seen["taken"] = attempt(start, address[1], 2, here, timeout_s=0.5)
     seen["nothing started"] = not jax.distributed.is_initialized()
     seen["start"] = attempt(start, timeout_s=60)
@@ -73,7 +69,7 @@ def test_processes_start_together_as_often_as_they_like_and_failures_are_named()
         both = run_processes(2, job, ports, initialize=False)
     address = f"127.0.0.1:{ports[0]}"
     missing = (
-        f"initialize: processes 2-3 did not come (process 0 waited 2 s at {address}"
+        f"initialize: processes 2-3 did not come (process 0 waited 1 s at {address}"
     )
     for here, seen in enumerate(both):
         assert seen["missing"].startswith(missing)
@@ -90,9 +86,6 @@ def test_processes_start_together_as_often_as_they_like_and_failures_are_named()
         assert seen["restart"] == seen["with devices"] == ""
         assert seen["devices"] == 4
         assert seen["after"] == TOO_LATE
-
-
-# The meeting, of threads.
 
 
 @pytest.fixture
@@ -191,10 +184,9 @@ HELLO = {"process_id": 1, "num_processes": 3, "name": "a", "jax": jax.__version_
 
 def test_a_process_that_came_and_ended_is_named(address):
     args = address, json.dumps(HELLO).encode() + b"\n"
-    first = threading.Thread(target=come_and_leave, args=args)
-    first.start()
-    told = messages(address, 3, (0, 2), 20, (0, 0.2))
-    first.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(come_and_leave, *args)
+        told = messages(address, 3, (0, 2), 20, (0, 0.2))
     start = "initialize: process 1 came, and ended before all did (process 0 waited"
     assert all(text.startswith(start) for text in told)
 
@@ -220,10 +212,9 @@ def test_a_process_0_that_came_and_ended_is_named(address):
     "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"process_id": 1}\n']
 )
 def test_strangers_that_connect_do_no_harm(address, sent):
-    stranger = threading.Thread(target=come_and_leave, args=(address, sent, 0.5))
-    stranger.start()
-    assert messages(address, 2, range(2), delays=(0, 0.2)) == ["", ""]
-    stranger.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(come_and_leave, address, sent, 0.5)
+        assert messages(address, 2, range(2), delays=(0, 0.2)) == ["", ""]
 
 
 def test_a_port_in_use_is_waited_for_and_then_named(address):
@@ -236,9 +227,6 @@ def test_a_port_in_use_is_waited_for_and_then_named(address):
     assert text.startswith(start)
     host = socket.gethostname()
     assert f"It must be an address of {host} and a free port; behind a" in text
-
-
-# One process.
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import cloudpickle
 import jax
@@ -99,9 +100,6 @@ def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet():
         "Metrics of loss, data_loss, size do not merge with loss, data_loss, "
         "size, grad_norm. Start with None, and pass on what the step returned."
     )
-
-
-# Arrays that are used up, and calls that fail.
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -209,9 +207,6 @@ def test_what_is_new_in_a_batch_gets_the_numbers_of_a_first_call(kind):
     assert found.to_host() == pytest.approx(expected.to_host(), rel=1e-5)
 
 
-# Devices.
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
     step, state, batch = make(devices)
@@ -232,22 +227,26 @@ def test_steps_run_where_their_state_was_moved_between_two_calls(devices):
 STEPS = {
     "train_step": lambda: ml.make_train_step(squares),
     "eval_step": lambda: ml.make_eval_step(squares),
-    "predict_step": lambda: ml.make_predict_step(
-        lambda model, batch: model(batch["x"])
-    ),
+    "predict_step": lambda: ml.make_predict_step(lambda m, batch: m(batch["x"])),
 }
 
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("devices", [(4, 5), (1, 0)])
 def test_a_batch_on_other_devices_or_in_another_order_is_refused(kind, devices):
-    _, state, _ = make(2)
+    _, state, right = make(2)
     batch = on(mesh_of(devices, batch=2), DATA)
-    with pytest.raises(ValueError, match=r"incompatible devices.* batch\['x'\]"):
-        STEPS[kind]()(state, batch)
-
-
-# Steps as objects.
+    step, later = STEPS[kind](), STEPS[kind]()
+    for _ in range(2):
+        result = later(state, right)
+        state = result[0] if kind == "train_step" else state
+    for call in (step, later):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ml.errors.RecompileWarning)
+            with pytest.raises(
+                ValueError, match=r"incompatible devices.* batch\['x'\]"
+            ):
+                call(state, batch)
 
 
 def test_steps_are_copied_and_pickled_without_what_was_compiled():

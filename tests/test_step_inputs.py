@@ -45,9 +45,6 @@ STEPS = {
 }
 
 
-# Batches from the host.
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
     shards = []
@@ -87,9 +84,6 @@ def test_rows_from_the_host_that_no_step_can_take_are_refused(
     state = create(mesh, rules={"kernel": (None, "model")})
     batch = jax.tree.map(lambda x: x[:rows], DATA)
     assert message_of(STEPS[name](), state, batch) == message
-
-
-# Devices that would all compute the same.
 
 
 MESSAGE = (
@@ -169,7 +163,7 @@ def test_rows_that_all_devices_compute_are_told_once(caplog):
     train_step, batch = ml.make_train_step(squares), ml.relayout(DATA, mesh.layout(...))
     for _ in range(2):
         state, _ = train_step(state, batch)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert caplog.messages == [
         "the batch is sharded over no axis, so that all 8 devices compute all of its "
         "16 rows. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or take "
         "ml.distribute_dataset."
@@ -201,7 +195,7 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
     mesh = mesh_of(rows=8)
     data = ml.distribute_dataset(DATA, mesh, global_batch_size=8, epochs=2)
     assert len(list(data)) == 4
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "every device of Mesh(rows=8) gets all rows of each batch: none of its axes "
         "has one of the names that shard batches, 'batch', 'data', 'replica', 'fsdp', "
         "'dp', 'ddp', 'data_parallel'. Name the axis so, or give a layout in place of "
@@ -213,9 +207,6 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
         (batch,) = ml.distribute_dataset(DATA, mesh.layout(*spec), global_batch_size=16)
         assert batch["x"].sharding.shard_shape((16, 4)) == (rows, 4)
     assert not caplog.records
-
-
-# Weights.
 
 
 def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
@@ -230,8 +221,7 @@ def test_a_step_of_ones_own_that_counts_padding_is_warned_of(mesh):
 
     with pytest.warns(UserWarning, match="^means does not read the batch's weights,"):
         ml.compile_step(means)({"w": jnp.zeros(2)}, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         ml.compile_step(weighted)({"w": jnp.zeros(2)}, batch)
 
 
@@ -267,11 +257,7 @@ def test_what_weights_a_host_batch_carries_is_said_once(mesh, caplog):
     state, _ = step(create(mesh), batch)
     eval_step(state, batch)
     step(state, batch)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["examples are weighted by 'weight' of each batch."]
-
-
-# Functions, parameters and options that do not fit.
+    assert caplog.messages == ["examples are weighted by 'weight' of each batch."]
 
 
 def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():

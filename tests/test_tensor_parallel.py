@@ -19,6 +19,9 @@ from tests.bad_values import BAD, refusal
 from tests.same_bits import assert_same_bits
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 def shape(*sizes, dtype="float32"):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
@@ -49,8 +52,6 @@ def note_of(layouts, tree, path):
     assert rule.note in str(layouts.explain(tree))
     return rule.note
 
-
-# Flax models.
 
 EXAMPLES = {
     "transformer": (
@@ -136,8 +137,6 @@ def test_scanned_modules_are_cut_by_hidden_features_and_vocabulary(mesh_2x4):
     }
 
 
-# Attention in the ways that people write it, as plain pytrees.
-
 COLUMNS, ROWS = 1, 0
 QUERIES = {"attn/q": COLUMNS, "attn/o": ROWS}
 KEYS = {"attn/k": COLUMNS, "attn/v": COLUMNS}
@@ -215,9 +214,6 @@ def test_attention_with_dropout_is_cut_by_heads(mesh_2x4):
     layouts = tensor_parallel(mesh_2x4, build, shape(2, 3, 8))
     resolved = layouts.resolve(jax.eval_shape(build))
     assert resolved["query/kernel"].layout.specs == (None, "model", None)
-
-
-# Operations.
 
 
 X = shape(2, 8)
@@ -446,9 +442,6 @@ def test_the_vocabulary_is_cut_and_positions_stay_whole(mesh_2x4, embed, reason)
         assert reason in note_of(layouts, tree, "positions")
 
 
-# Convolutions.
-
-
 def conv(x, kernel, groups=1):
     return jax.lax.conv_general_dilated(
         *(x, kernel, (1, 1), "SAME"),
@@ -525,9 +518,6 @@ def assert_same_gradients(on_mesh, on_one):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
-# What compiled programs send.
-
-
 def gradient_program(mesh, layouts, build, forward):
     """The compiled loss and gradients of a model, with the parameters and tokens."""
     loss = pytrees.losses(forward)
@@ -553,13 +543,7 @@ def test_a_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4):
     assert {kind for kind, count in found.items() if count} == {"all_reduce"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "few keys",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("scanned", "fused")),
-    ],
-)
+@pytest.mark.parametrize("name", ["few keys", slow("scanned"), slow("fused")])
 def test_gradients_are_those_of_one_device(mesh_2x4, name):
     model, _ = MODELS[name]
     layouts = tensor_parallel(mesh_2x4, model[0], TOKENS, call=model[1])
@@ -569,10 +553,7 @@ def test_gradients_are_those_of_one_device(mesh_2x4, name):
     assert_same_gradients(program(params, batch), on_one)
 
 
-# Scale.
-
-
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [True, slow(False)])
 def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned):
     build, forward = pytrees.llama(
         8192, 64, 8, 80, 32000, 28672, head=128, scanned=scanned
@@ -594,9 +575,6 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned
     # As many patterns for eighty layers as for one.
     assert len(layouts) <= 8
     assert code.count(": (") <= 10
-
-
-# Experts.
 
 
 def expert_rules(build, forward, x=TOKENS):
@@ -648,9 +626,6 @@ def test_experts_and_matrices_inside_them_go_on_different_axes():
     resolved = layouts.resolve(jax.eval_shape(build))
     assert resolved["up"].layout.specs == ("expert", None, "model")
     assert resolved["down"].layout.specs == ("expert", "model", None)
-
-
-# Wrong calls.
 
 
 BAD_CALLS = {

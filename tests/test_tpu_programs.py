@@ -141,9 +141,6 @@ def test_a_rematerialization_is_seen(tpu):
     assert "Involuntary full rematerialization" in line
 
 
-# What the library reads of the same texts.
-
-
 def whole_bytes(collective):
     """Returns a collective's bytes as the independent reader counts them."""
     is_scatter = collective.kind == "reduce_scatter"
@@ -153,7 +150,7 @@ def whole_bytes(collective):
 @pytest.mark.parametrize(
     ("name", "layouts", "axes"),
     [
-        ("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
+        slow("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
         slow("resnet", "FSDP", EIGHT),
         ("transformer", "FSDP", EIGHT),
         slow("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO),
@@ -234,15 +231,12 @@ def test_an_fsdp_transformer_gathers_each_matrix_and_scatters_its_gradient(tpu):
     assert of_kind(sent, "all_reduce")[-1].nbytes < scatter.nbytes / 6
 
 
-# Options.
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mlp", {}),
+        slow("mlp", {}),
         ("mlp", {"accumulate": 4, "has_weights": True}),
-        ("mlp", {"accumulate": 4, "precision": "bfloat16"}),
+        slow("mlp", {"accumulate": 4, "precision": "bfloat16"}),
         slow("transformer", {"accumulate": 4}),
         slow("convnet", {"accumulate": 4, "has_weights": True}),
     ],
@@ -298,9 +292,6 @@ def test_recomputed_blocks_take_less_memory(tpu):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("blocks") < 0.8 * temporary_bytes("none")
-
-
-# The rules of `fsdp`, against the hand-written maps.
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,6 @@ def test_nnx_gradients_are_taken_as_nnx_returns_them(caplog):
     assert_same_bits(two.model_state, state.model_state)
 
 
-# What is refused, and how.
-
-
 def with_missing_gradient(state):
     grads = dict(state.params)
     del grads["output"]

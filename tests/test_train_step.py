@@ -58,9 +58,6 @@ def shares(weights, denominator):
     return np.repeat(weights[:, None], 4, axis=1) / 4 / denominator
 
 
-# The mean over real examples, on any mesh, in any number of parts.
-
-
 def without_padding(values):
     """Returns rows whose padding would show in any sum."""
     return np.where(WEIGHTS[:, None] == 0, np.nan, values)
@@ -129,9 +126,6 @@ def test_a_batch_of_nothing_but_padding_changes_nothing_and_counts_nothing(
     assert_same_bits(alone["loss"], both["loss"])
 
 
-# Metrics.
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 2}, {"steps_per_call": 2}], ids=str
 )
@@ -177,9 +171,6 @@ def test_metrics_are_means_over_all_examples_until_they_start_again(mesh, option
         trained, evaluated = trained.empty(), evaluated.empty()
 
 
-# What the loss function is handed.
-
-
 @pytest.mark.parametrize("is_training", [True, False])
 def test_the_loss_function_gets_what_it_asks_for(mesh, is_training):
     def loss_fn(model, batch, *, train, rngs):
@@ -196,21 +187,16 @@ def test_the_loss_function_gets_what_it_asks_for(mesh, is_training):
     assert (found[0] != found[1]) == is_training
 
 
-class Mode(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.dropout(self.linear(x)))
-
-
 def test_eval_and_predict_steps_take_the_model_at_rest_and_change_nothing(mesh):
-    state = create(mesh, lambda: Mode(nnx.Rngs(0)))
-    before = state.params, state.model_state["norm"]
+    def build():
+        rngs = nnx.Rngs(0)
+        linear, norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        return nnx.Sequential(linear, nnx.Dropout(0.5, rngs=rngs), norm)
+
+    state = create(mesh, build)
+    before = state.params, state.model_state["layers"][2]
     kept = on_host(before)
-    params = kept[0]["linear"]
+    params = kept[0]["layers"][0]
     made = (X @ params["kernel"] + params["bias"]) / np.sqrt(1 + 1e-5)
     predict_step = ml.make_predict_step(lambda model, batch: model(batch["x"]))
     assert_close(predict_step(state, on(mesh, DATA)), made)
@@ -218,9 +204,6 @@ def test_eval_and_predict_steps_take_the_model_at_rest_and_change_nothing(mesh):
     expected = (np.square(made - Y) * REAL).sum()
     np.testing.assert_allclose(metrics["loss"], expected, rtol=2e-5)
     assert_same_bits(on_host(before), kept)
-
-
-# What the model records, and penalties.
 
 
 class Recording(nnx.Module):
@@ -286,9 +269,6 @@ def test_a_recorded_loss_counts_whatever_it_is_called(mesh, name):
         np.testing.assert_allclose(metrics["loss"], loss + penalty + 7, rtol=2e-5)
 
 
-# Batch statistics.
-
-
 class Norms(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -314,9 +294,6 @@ def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch():
     # float32 sums of 11 rows, through two normalizations
     found, expected = (state.params, state.model_state), (plain.params, plain.state)
     assert_close(found, expected, rtol=1e-3, atol=2e-5)
-
-
-# Random numbers.
 
 
 class LinenDropped(nn.Module):

@@ -43,9 +43,6 @@ def batch(mesh):
     return on(mesh, DATA)
 
 
-# Every option beside plain Flax and Optax.
-
-
 SGD = optax.sgd(RATE, momentum=0.9)
 # Options of a step, and those of training by hand.
 BY_HAND = {
@@ -123,9 +120,6 @@ def test_options_do_what_plain_flax_and_optax_do(name):
     assert_close(after, expected, rtol=rtol, atol=atol)
 
 
-# Clipping, and what is not finite.
-
-
 def norm_of(tree):
     return np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(tree)))
 
@@ -147,9 +141,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(mesh, batch, accumulat
     state, metrics = train_step(state, batch)
     assert metrics["skipped"] == 0
     assert int(state.step) == 2
-
-
-# Moving averages, schedules, frozen parameters.
 
 
 def test_the_moving_average_of_bfloat16_parameters_moves(mesh):
@@ -192,9 +183,6 @@ def test_the_metrics_show_the_rate_that_the_update_used_where_it_is_known(mesh, 
         assert list(metrics) == ["loss"]
 
 
-# Precision.
-
-
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_a_layer_that_names_its_dtype_computes_in_it(mesh, kind):
     """Its parameters are not rounded on their way, either."""
@@ -209,6 +197,25 @@ def test_a_layer_that_names_its_dtype_computes_in_it(mesh, kind):
     train_step = ml.make_train_step(squares, precision="bfloat16")
     _, metrics = train_step(state, on(mesh, {"x": x, "y": Y}))
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_an_embedding_computes_in_the_dtype_of_the_policy(kind):
+    seen, tokens = [], np.zeros((8, 4), "int32")
+
+    def loss_fn(model, batch):
+        seen.append(model(batch).dtype)
+        return model(batch).mean(axis=(1, 2))
+
+    tx, module = optax.sgd(0.1), nn.Embed(6, 4)
+    state = ml.TrainState.create(lambda: nnx.Embed(6, 4, rngs=nnx.Rngs(0)), tx)
+    if kind == "linen":
+        build = lambda: module.init(jax.random.key(0), tokens)
+        state = ml.TrainState.create(build, tx, module=module)
+    policy = ml.PrecisionPolicy(compute="bfloat16", output=None)
+    state, _ = ml.make_train_step(loss_fn, precision=policy)(state, tokens)
+    assert seen[-1] == "bfloat16"
+    assert jax.tree.leaves(state.params)[0].dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -276,9 +283,6 @@ def test_float16_does_not_lose_small_gradients(mesh, batch):
     np.testing.assert_allclose(metrics["grad_norm"], 1e-6 * norm_of(grads), rtol=0.01)
 
 
-# Recomputation.
-
-
 class Blocks(nnx.Module):
     def __init__(self, rngs):
         self.blocks = module_list([Block(rngs) for _ in range(4)])
@@ -338,9 +342,6 @@ def test_recomputing_changes_no_number(mesh, batch, kind, remat):
     assert_close(*params)
 
 
-# Optimizers that want the loss.
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -368,9 +369,6 @@ def test_an_optimizer_that_takes_the_loss_gets_all_of_it(mesh, batch, kind, opti
     assert float(metrics["loss"]) > float(metrics["l2"]) > 0
 
 
-# Several steps in one call.
-
-
 def test_stacked_batches_of_one_call_give_what_they_give_one_by_one(mesh):
     x, y = np.random.default_rng(1).normal(size=(2, 4, 16, 4)).astype("float32")
     single, adam = ml.make_train_step(squares), optax.adam(0.1)
@@ -386,9 +384,6 @@ def test_stacked_batches_of_one_call_give_what_they_give_one_by_one(mesh):
     assert_close(other.params, state.params)
     assert int(other.step) == 4
     assert_close(found.to_host(), metrics.to_host())
-
-
-# Optimizer states over replicas.
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -410,9 +405,6 @@ def test_a_zero_rule_shards_the_optimizer_and_not_the_parameters(accumulate):
     assert str(ml.Layout.of(slots[0]["kernel"])) == "[batch, unsharded]"
     assert str(ml.Layout.of(slots[1]["kernel"])) == "[unsharded, batch]"
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
-
-
-# What is wrong.
 
 
 RETURNS = (
@@ -483,8 +475,7 @@ def test_batch_statistics_that_a_train_step_leaves_are_warned_of(loss_fn):
     module, x = _Normalized(), np.arange(16, dtype="float32").reshape(8, 2)
     build = lambda: module.init(jax.random.key(0), x)
     state = ml.TrainState.create(build, optax.sgd(0.1), module=module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         new, _ = ml.make_train_step(loss_fn)(state, x)
     mean = new.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert bool(caught) == (not np.any(mean))
@@ -517,8 +508,7 @@ def test_layers_built_in_evaluation_mode_stay_in_it(frozen, is_evaluated):
     loss_fn = lambda model, x: (model(x), {"zeros": (model(x) == 0).any(axis=-1)})
     metrics = {"zeros": ml.metrics.Mean(values="zeros")}
     x = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         new, measured = ml.make_train_step(loss_fn, metrics=metrics)(state, x)
     is_normed = is_evaluated or "norm" in frozen
     assert np.any(new.model_state["norm"]["mean"]) == (not is_normed)

@@ -3,6 +3,7 @@
 import doctest
 import io
 import itertools
+import logging
 import signal
 import traceback
 import warnings
@@ -82,9 +83,6 @@ def numpy_epochs(state, batches, epochs, rate=0.05):
     return w, b, losses
 
 
-# Training.
-
-
 def pair_loss(model, batch):
     x, y = batch
     return jnp.square(model(x)[:, 0] - y), {"out": -model(x)}
@@ -139,6 +137,7 @@ class OwnStep(ml.Trainer):
 ROWS = examples(22)
 PAIR, CUT = (ROWS["x"], ROWS["y"]), cut(ROWS, 8)  # the last one has 6
 PAIRS = [(one["x"], one["y"]) for one in CUT]
+LISTED = [*map(Rows(ROWS).__getitem__, range(22))]
 # A second program would be an error: the one for 8 rows serves all.
 ONE, TWO, SIZE = {"on_recompile": "error"}, {"steps_per_call": 2}, {"batch_size": 8}
 # Data, a loss, options of the trainer and of fit. In all but the first seven, padding
@@ -150,12 +149,7 @@ FITS = {
     "dict": ([ROWS], loss_fn, {}, SIZE),
     "own step": ([ROWS], loss_fn, {}, SIZE),
     "examples by index": ([Rows(ROWS)], loss_fn, {}, SIZE),
-    "a list of examples": (
-        [[*map(Rows(ROWS).__getitem__, range(22))]],
-        loss_fn,
-        {},
-        SIZE,
-    ),
+    "a list of examples": ([LISTED], loss_fn, {}, SIZE),
     "tuple": ([PAIR], pair_loss, {}, SIZE),
     "labels": (PAIR, pair_loss, {}, SIZE),
     "tuples without weights": ([lambda: iter(PAIRS)], pair_loss, {}, {}),
@@ -196,8 +190,7 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
     is_tuple = len(arrays) == 2 or name.startswith(("tuple", "lists"))
     advice = ". Batches are tuples: write x, y, *_ = batch, and give Trainer "
     said += f"{advice}weights=2; or use dicts." if is_tuple else "."
-    texts = [record.getMessage() for record in caplog.records]
-    assert texts.count(said) == (name in [*FITS][7:])
+    assert caplog.messages.count(said) == (name in [*FITS][7:])
 
 
 def test_with_a_batch_size_items_that_could_be_batches_are_examples(mesh):
@@ -233,16 +226,13 @@ def test_weights_of_batches_count_are_named_once_and_not_negative(mesh, caplog):
         trainer = ml.Trainer(state, loss_fn)
         measured = trainer.evaluate(make({**data, "weight": weight}), **options)
         np.testing.assert_allclose(measured["loss"], expected, rtol=1e-6)
-        (record,) = caplog.records
-        assert f"xamples are weighted by {said}" in record.getMessage()
-        assert record.levelname == "WARNING"
+        ((_, level, text),) = caplog.record_tuples
+        assert f"xamples are weighted by {said}" in text
+        assert level == logging.WARNING
         bad = make({**data, "weight": -weight})
         assert "weights must be finite and not negative; " in message_of(
             trainer.evaluate, bad, **options
         )
-
-
-# Data.
 
 
 @pytest.mark.parametrize(
@@ -255,10 +245,7 @@ def test_weights_under_another_name_are_told_of(name, weighted, mesh, caplog):
         caplog.clear()
         trainer = ml.Trainer(create_state(mesh), loss_fn)
         quiet_fit(trainer, source, 2, **options)
-        texts = [
-            x.getMessage() for x in caplog.records if "not weight" in x.getMessage()
-        ]
-        assert texts == [
+        assert [text for text in caplog.messages if "not weight" in text] == [
             f"the data's entry {weighted!r} does not weight the examples. If it is to, "
             f"give Trainer weights={weighted!r}."
         ] * bool(weighted)
@@ -390,6 +377,17 @@ def test_rows_in_another_order_are_told_of(mesh, caplog):
         assert is_told == any(
             "rows are paired by position" in x for x in caplog.messages
         )
+    caplog.clear()
+    fewer = Frame(examples(6)["x"])
+    fewer.iloc, fewer.index = None, np.arange(6).view(Index)
+    for pair, way in (
+        ((frames[0], fewer), " If their index pairs them, write x.loc[y.index]."),
+        ((fewer, frames[0]), " If their index pairs them, write y.loc[x.index]."),
+        ((np.ones(8), np.ones(6)), "and must be the same."),
+        ({"a": 1.0}, " One row is frame.iloc[[0]], or x[:1]."),
+    ):
+        assert message_of(trainer.predict, pair, batch_size=8).endswith(way)
+    assert not caplog.messages
 
 
 def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
@@ -412,9 +410,21 @@ def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
     fewer = Frame(data["x"][:, :3], "abe")
     assert message_of(lambda: trainer.predict(fewer, batch_size=8)) == (
         "predict: the data frame has the columns a, b, e, and that of fit had a, b, c, d: "
-        "missing: c, d; extra: e. Write frame.reindex(columns=columns, fill_value=0), "
-        "with the columns of fit."
+        "missing: c, d; extra: e. Prepare it as that of fit."
     )
+    dummies = ["age", "city_Rome", "city_Oslo", "city_Bern"]
+    trainer = ml.Trainer(create_state(mesh), pair_loss)
+    quiet_fit(trainer, Frame(data["x"], dummies), y, batch_size=8)
+    for names, has_dummies in ((dummies[:3], True), (["age", "city"], False)):
+        fewer = Frame(data["x"][:, : len(names)], names)
+        said = message_of(lambda: trainer.predict(fewer, batch_size=8))  # noqa: B023
+        assert said.endswith(
+            " Prepare it as that of fit. After pd.get_dummies, write frame.reindex("
+            "columns=columns, fill_value=0), with the columns of fit."
+            if has_dummies
+            else "missing: city_Rome, city_Oslo, city_Bern; extra: city. Prepare it as "
+            "that of fit."
+        )
 
     def by_name(model, batch):
         out = model(jnp.stack([batch[name] for name in "abcd"], 1))
@@ -453,26 +463,20 @@ def test_codes_of_missing_values_are_noted(mesh, caplog):
     trainer, data = ml.Trainer(create_state(mesh), loss_fn), examples(16)
     for codes in ([-1, 0, 1, 2], [-1, 1, 1, 1], [-2, -1, 0, 1]):
         quiet_fit(trainer, {**data, "code": np.array(codes * 4)}, batch_size=8)
-    assert (
-        caplog.messages.count(
-            "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
-            "index, it is the last one."
-        )
-        == 1
+    said = (
+        "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
     )
+    assert caplog.messages.count(f"{said}index, it is the last one.") == 1
 
 
 def test_validation_without_an_end_is_noted(mesh, caplog):
     trainer, batch = ml.Trainer(create_state(mesh), loss_fn), examples(8)
     endless = lambda: itertools.islice(itertools.repeat(batch), 120)
     quiet_fit(trainer, [batch], validation_data=endless)
-    assert (
-        caplog.messages.count(
-            "validation has not ended after 110 batches: is its data endless? Use lambda: "
-            "itertools.islice(data, n)."
-        )
-        == 1
+    said = (
+        "validation has not ended after 110 batches: is its data endless? Use lambda: "
     )
+    assert caplog.messages.count(f"{said}itertools.islice(data, n).") == 1
 
 
 def test_layouts_that_the_state_does_not_have_are_refused(mesh):
@@ -577,9 +581,6 @@ def test_predict_says_what_it_needs(mesh):
     )
 
 
-# No waiting.
-
-
 def test_nothing_is_read_before_the_end_of_an_epoch(trainer, monkeypatch, tmp_path):
     reads = []
     array = type(jnp.zeros(()))
@@ -618,9 +619,6 @@ def test_nothing_is_read_before_the_end_of_an_epoch(trainer, monkeypatch, tmp_pa
     assert len(reads) > before  # the spy sees reads
 
 
-# Overriding.
-
-
 @pytest.mark.slow
 def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
     images = np.random.default_rng(0).uniform(-1, 1, (29, 28, 28, 1))
@@ -639,9 +637,6 @@ def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *params)
         assert int(state[name].step) == 8
     assert doctest.testmod(gan).failed == 0
-
-
-# Interrupts and errors.
 
 
 class BangError(Exception):
@@ -691,9 +686,6 @@ def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
     assert np.isfinite(params_of(trainer.state)["kernel"]).all()
 
 
-# Messages.
-
-
 def test_an_error_in_a_later_batch_says_which_it_was(mesh):
     first = examples(8)
     trainer = ml.Trainer(create_state(mesh), loss_fn, on_recompile="ignore")
@@ -732,8 +724,7 @@ def test_losses_of_each_row_with_each_label_give_a_warning(mesh, loss):
         inputs = {"x": data["x"]} if name == "pairs" else data
         trainer = ml.Trainer(create_state(mesh), function)
         allow = jax.numpy_rank_promotion("allow")  # as in users' programs
-        with allow, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with allow, warnings.catch_warnings(record=True, action="always") as caught:
             for _ in range(2):  # of a train step and an eval step, once
                 quiet_fit(trainer, [inputs], validation_data=[inputs])
         texts = [str(x.message) for x in caught if "broadcast" in str(x.message)]
@@ -787,6 +778,9 @@ WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
+    "make_train_step: loss_fn is called as loss_fn(model, batch), but takes (y_true, ": (
+        lambda data: ml.Trainer({}, lambda y_true, y_pred: (y_true - y_pred) ** 2)
+    ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
     "the trainer has no loss function": lambda data: ml.Trainer({"n": 0}).fit(data),
     **{
@@ -810,6 +804,17 @@ WRONG = {
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
     ),
+    **{
+        f"fit: validation_data is {mine}, and the training data {theirs}.": (
+            lambda data, train=train, validation=validation: ml.Trainer(
+                {}, loss_fn
+            ).fit(train, batch_size=2, validation_data=validation)
+        )
+        for mine, theirs, train, validation in (
+            ("a tuple", "a dict: write {'i': iv}", {"i": np.ones(2)}, (np.ones(2),)),
+            ("a ndarray", "a tuple: write (xv, yv)", (np.ones(2),), np.ones(2)),
+        )
+    },
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
     "fit: shuffle=True is not a seed. Write shuffle=0:": (
@@ -835,9 +840,6 @@ def test_wrong_arguments_are_refused_with_a_sentence(message):
     assert message_of(WRONG[message], numbered(1, 2)).startswith(message)
 
 
-# Arrays.
-
-
 def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     orders = []
     for seed in (0, 0, 7):
@@ -847,9 +849,6 @@ def test_arrays_are_shuffled_by_seed_and_epoch_and_lose_no_row():
     assert orders[0] == orders[1] != orders[2]
     assert [sorted(epoch) for epoch in orders[2]] == [list(range(10))] * 2
     assert orders[2][0] != orders[2][1] != list(range(10))
-
-
-# Batches without examples, and means over batches of several sizes.
 
 
 def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):

@@ -51,8 +51,7 @@ def test_it_is_a_warning_or_an_error_or_nothing_as_the_map_says(way):
     with pytest.raises(ml.errors.LayoutMapError) as error:
         WAYS[way](ml.LayoutMap(MESH, RULES, unused="error"))
     assert str(error.value) == TEXT
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         WAYS[way](ml.LayoutMap(MESH, RULES, unused="ignore"))
 
 

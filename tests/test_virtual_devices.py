@@ -11,6 +11,7 @@ import pytest
 from meshlayout.devices import virtual_devices
 from meshlayout.errors import MeshError
 from meshlayout.mesh import create_mesh
+from tests.error_messages import message_of
 
 
 def run(body, **environment):
@@ -74,9 +75,7 @@ def test_it_gives_the_devices_that_run_already():
 
 
 def test_what_is_said_about_a_bad_number():
-    with pytest.raises(MeshError) as error:
-        virtual_devices(2.0)
-    assert str(error.value) == (
+    assert message_of(virtual_devices, 2.0, error=MeshError) == (
         "virtual_devices: n must be a positive integer, got 2.0."
     )
 
@@ -89,8 +88,7 @@ def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
     before = dict(os.environ)
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
     monkeypatch.setattr(jax, "devices", lambda: chips)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert virtual_devices(8) == chips
     assert [str(warning.message) for warning in said] == [
         "virtual_devices(8) has no effect here: JAX runs on 4 TPU devices. "

@@ -45,9 +45,7 @@ def _tiny() -> Any:
                     }
                 )
                 return tfds.core.DatasetInfo(
-                    builder=self,
-                    features=features,
-                    supervised_keys=("image", "number"),
+                    builder=self, features=features, supervised_keys=("image", "number")
                 )
 
             def _split_generators(self, dl_manager: Any) -> Any:

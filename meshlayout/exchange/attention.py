@@ -7,9 +7,10 @@ over another axis, stay where they are.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from meshlayout import _checks
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
 from meshlayout.exchange.rotation import Inputs, Rules, attend_on_ring
 from meshlayout.mesh import Mesh
+
+
+F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 class FlaxArguments(TypedDict, total=False):
@@ -106,26 +110,15 @@ def ring_attention(
     return _attend(attend_on_ring, "ring_attention", **locals())
 
 
+def _called_as(other: F) -> Callable[[Callable[..., jax.Array]], F]:
+    """Gives a function the signature of another, for type checkers, help and Flax."""
+    decorate: Any = functools.wraps(other, assigned=(), updated=())
+    return decorate
+
+
 @_checks.user_call
-def all_to_all_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: str,
-    causal: bool,
-    segment_ids: jax.Array | None = None,
-    window: int | Sequence[int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    mesh: Mesh | jax.sharding.Mesh | None = None,
-    mask: jax.Array | None = None,
-    dtype: DTypeLike | None = None,
-    precision: PrecisionLike = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    **flax: Unpack[FlaxArguments],
-) -> jax.Array:
+@_called_as(ring_attention)
+def all_to_all_attention(*args: Any, **options: Any) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis, by heads.
 
     It has the arguments, result and errors of `ring_attention`, but each device
@@ -141,7 +134,9 @@ def all_to_all_attention(
         >>> all_to_all_attention(x, x, x, axis="seq", causal=True, mesh=mesh).shape
         (2, 32, 4, 8)
     """
-    return _attend(_by_heads, "all_to_all_attention", **locals())
+    given = inspect.signature(ring_attention).bind(*args, **options)
+    given.apply_defaults()
+    return _attend(_by_heads, "all_to_all_attention", **given.arguments)
 
 
 def _attend(

@@ -76,11 +76,9 @@ def dispatch(
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
         >>> x, kernels = jnp.ones((8, 3, 5)), jnp.ones((8, 5, 2))
         >>> index = jnp.arange(8 * 3 * 2).reshape(8, 3, 2) % 8
-        >>> def experts(kernels, rows, group_sizes):
+        >>> def layer(kernels, rows, group_sizes):
         ...     return jax.lax.ragged_dot(rows, kernels, group_sizes)
-        >>> y = dispatch(
-        ...     x, index, index / 2, experts, kernels, axis="expert", mesh=mesh
-        ... )
+        >>> y = dispatch(x, index, index / 2, layer, kernels, axis="expert", mesh=mesh)
         >>> y.shape, y[0, :2].tolist()
         ((8, 3, 2), [[2.5, 2.5], [12.5, 12.5]])
     """

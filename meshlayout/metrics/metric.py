@@ -45,7 +45,8 @@ class Metric:
         sums: The sums so far, float32.
     """
 
-    sums: Any = dataclasses.field(default=None, kw_only=True, repr=False)
+    # () until there are any. Not None, which JAX puts in the place of arrays.
+    sums: Any = dataclasses.field(default=(), kw_only=True, repr=False)
 
     # The fields that name the arguments of `update`, in its order.
     _inputs: ClassVar[tuple[str, ...]] = ()
@@ -63,7 +64,7 @@ class Metric:
         _checks.user_call(cls)
 
     def __post_init__(self) -> None:
-        if self.sums is None:
+        if isinstance(self.sums, tuple):
             object.__setattr__(self, "sums", np.zeros(self._shape(), np.float32))
 
     def _shape(self) -> tuple[int, ...]:
@@ -115,7 +116,7 @@ class Metric:
 
     def empty(self) -> Self:
         """Returns the empty metric of the same settings."""
-        return dataclasses.replace(self, sums=None)
+        return dataclasses.replace(self, sums=())
 
     def _array(self, name: str, x: ArrayLike) -> jax.Array:
         return _checks.real_array(name, x, where=type(self).__name__, error=MetricError)

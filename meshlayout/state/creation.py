@@ -229,15 +229,13 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             leaves.append(leaf)
         return arrays
 
+    # On Explicit axes, the types of values would have shardings.
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    on_auto = _jax.no_mesh() if is_explicit else contextlib.nullcontext()
+    # Without jit, its operations would not be fused, and have other bits.
+    jitted = jax.disable_jit(disable=False)
     try:
-        with contextlib.ExitStack() as stack:
-            # On Explicit axes, the types of values would have shardings.
-            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-                stack.enter_context(_jax.no_mesh())
-            # Without jit, its operations would not be fused, and have other bits.
-            stack.enter_context(jax.disable_jit(disable=False))
-            stack.enter_context(eager_sharding_off())
-            stack.enter_context(_jax.short_sharding_errors)
+        with on_auto, jitted, eager_sharding_off(), _jax.short_sharding_errors:
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)

@@ -163,11 +163,8 @@ def _operand_specs(eqn: Equation, mesh: Mesh, specs: list[Any]) -> list[Any] | N
             axes = spec if isinstance(spec, tuple) else (spec,)
             num_shards = math.prod(mesh.shape[axis] for axis in axes)
             start = math.prod(out_shape[:out_dim])
-            fitting = [
-                dim
-                for dim, size in enumerate(shape)
-                if starts[dim] == start and size % num_shards == 0 and not before[dim]
-            ]
+            dims = [d for d, run in enumerate(starts) if run == start and not before[d]]
+            fitting = [dim for dim in dims if shape[dim] % num_shards == 0]
             if not fitting:
                 return None
             before[fitting[-1]] = spec

@@ -196,51 +196,57 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         known = {"tx", "model", *(field.name for field in dataclasses.fields(self))}
         for name in changes.keys() - known:
             _checks.option("TrainState.replace", name, sorted(known))
-        model = changes.pop("model", None)
-        if isinstance(model, nnx.Module):
+        if "model" in changes:
+            model = changes.pop("model")
+            if not isinstance(model, nnx.Module):
+                msg = (
+                    f"replace takes an NNX module as model, got {_checks.shown(model)}"
+                )
+                raise StateError(f"{msg}. Otherwise give params and model_state.")
             changes["params"] = nnx.state(model, nnx.Param)
             changes["model_state"] = self.model_state_of(model)
-        elif model is not None:
-            msg = f"replace takes an NNX module as model, got {_checks.shown(model)}."
-            raise StateError(f"{msg} Otherwise give params and model_state.")
-        trees = ("params", "opt_state", "model_state", "extra")
-        for name in filter(changes.__contains__, trees):  # on all processes in order
-            tree, like = changes[name], getattr(self, name)
-            if name == "extra":
-                olds = {"ema": self.params, **like}
-                like = {key: olds.get(key) for key in tree}
-            if name != "opt_state" or "tx" not in changes:
-                tree = _in_containers(tree, like)  # not Flax's, nor in its boxes
-                if name != "extra":
-                    _check_like(f"replace: the new {name}", tree, f"state.{name}", like)
-            changes[name] = self._on_mesh(tree, like)
+        fields = ("params", "opt_state", "model_state")
+        likes = {name: getattr(self, name) for name in fields}
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
             changes["program"] = dataclasses.replace(self.program, tx=tx)
+            likes["opt_state"] = new = jax.eval_shape(tx.init, self.params)
             old = changes.get("opt_state", self.opt_state)
-            new = jax.eval_shape(tx.init, self.params)
             if jax.tree.structure(new) != jax.tree.structure(old):
                 msg = "replace: opt_state is of another kind of optimizer. Start anew:"
                 way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
                 raise StateError(f"{msg} {way}")
+        for name in filter(changes.__contains__, fields):  # on all processes in order
+            tree = self._adopted(changes[name], likes[name], getattr(self, name))
+            _check_like(f"replace: the new {name}", tree, f"state.{name}", likes[name])
+            changes[name] = tree
+        olds = {"ema": self.params, **self.extra}
+        for name, x in changes.get("extra", {}).items():
+            new = self._adopted(x, olds.get(name), olds.get(name))
+            changes["extra"] = {**changes["extra"], name: new}
         return dataclasses.replace(self, **changes)
 
-    def _on_mesh(self, tree: PyTree, like: PyTree) -> PyTree:
-        """Lays out arrays that do not lie on the mesh like those of the same paths."""
-        if not isinstance(self.step, _jax.ArrayImpl) or _jax.is_tracing():
-            return tree
-        mesh, flat = Layout.of(self.step).mesh, _paths.flatten(tree)
-        devices, moved, layouts = {*mesh.devices.flat}, {}, {}
-        olds = {leaf.path: leaf.value for leaf in _paths.flatten(like).leaves}
-        for path, x, _ in flat.leaves:
-            is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-            is_away = is_array and x.sharding.device_set != devices
-            if is_away or isinstance(x, (np.ndarray, np.generic)):
-                old, moved[path] = olds.get(path), x
-                is_like = isinstance(old, jax.Array) and old.shape == x.shape
-                layouts[path] = Layout.of(old) if is_like else mesh.layout(...)
-        moved = copy_to_mesh(moved, layouts)
-        return flat.unflatten([moved.get(x.path, x.value) for x in flat.leaves])
+    def _adopted(self, tree: PyTree, like: PyTree, old: PyTree) -> PyTree:
+        """Returns a tree in plain containers, and on the mesh, laid out as the old one.
+
+        That is by path. Only arrays from the host, or on other devices, are moved.
+        """
+        flat, target = _paths.flatten(tree), _paths.flatten(like)
+        values = {leaf.path: leaf.value for leaf in flat.leaves}
+        if isinstance(self.step, _jax.ArrayImpl) and not _jax.is_tracing():
+            mesh, moved, layouts = Layout.of(self.step).mesh, {}, {}
+            olds = {leaf.path: leaf.value for leaf in _paths.flatten(old).leaves}
+            for path, x in values.items():
+                is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+                is_away = is_array and x.sharding.device_set != {*mesh.devices.flat}
+                if is_away or isinstance(x, (np.ndarray, np.generic)):
+                    place, moved[path] = olds.get(path), x
+                    is_like = isinstance(place, jax.Array) and place.shape == x.shape
+                    layouts[path] = Layout.of(place) if is_like else mesh.layout(...)
+            values |= copy_to_mesh(moved, layouts)
+        if values.keys() != {leaf.path for leaf in target.leaves}:
+            target = flat
+        return target.unflatten([values[leaf.path] for leaf in target.leaves])
 
     def apply_gradients(
         self, grads: PyTree, *, model: nnx.Module | nn.Module | None = None
@@ -267,13 +273,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if model is not None:
             model_state, what = self.model_state_of(model), "the model's state"
             _check_like(what, model_state, "state.model_state", self.model_state)
-        return dataclasses.replace(
-            self,
-            params=optax.apply_updates(self.params, updates),
-            opt_state=opt_state,
-            model_state=model_state,
-            step=self.step + 1,
-        )
+        params = optax.apply_updates(self.params, updates)
+        new = dataclasses.replace(self, params=params, opt_state=opt_state)
+        return dataclasses.replace(new, model_state=model_state, step=self.step + 1)
 
     @property
     def layouts(self) -> "TrainState[Any]":
@@ -288,9 +290,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             boxed = code.boxed.unflatten(jax.tree.leaves(self.params))
             parts = {"params": boxed}, self.model_state
         else:
-            with creation.eager_sharding_off():
-                model = nnx.merge(code.graphdef, self.params, self.model_state)
-            parts = nnx.state(model, nnx.Param, ...)
+            parts = nnx.state(self.model, nnx.Param, ...)
         params, rest = map(layouts.resolve, parts)
         # A rule for `kernel` means the parameter wherever it is used, so parameters are
         # resolved without the prefix of their field. Slots have it: a rule can then
@@ -298,15 +298,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         with_slots = {"opt_state": self.opt_state, "extra": self.extra}
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
-        tree = dataclasses.replace(
-            self,
-            **slots.layouts,
-            **own.layouts,
-            params=_like(self.params, params.layouts),
-            model_state=_like(self.model_state, rest.layouts),
-        )
-        parts = (params, slots, rest, own)
-        return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
+        fields = {**slots.layouts, **own.layouts}
+        fields["params"] = _like(self.params, params.layouts)
+        fields["model_state"] = _like(self.model_state, rest.layouts)
+        every = [r for x in (params, slots, rest, own) for r in x.resolutions]
+        return Resolved(dataclasses.replace(self, **fields), tuple(every))
 
     def __repr__(self) -> str:
         rows = []
@@ -354,26 +350,24 @@ def optimizer_by_path(
 
     # Labeled by index: labels become keys in the optimizer's state, where the `/` of a
     # pattern would separate the keys of a path.
-    def label(path: str) -> str:
-        for index, pattern in enumerate(patterns):
-            if pattern.search(path):
-                return str(index)
-        msg = f"no pattern of the optimizer matches the parameter {path!r}."
-        hint = 'Add a last one for the rest: "": optax.adam(1e-3), or "": None.'
-        raise StateError(f"{msg} {hint}")
-
     def labels(params: PyTree) -> PyTree:
-        flat = _paths.flatten(params)
-        return flat.unflatten([label(leaf.path) for leaf in flat.leaves])
+        flat, found = _paths.flatten(params), list[str]()
+        for path, *_ in flat.leaves:
+            matches = [str(i) for i, x in enumerate(patterns) if x.search(path)]
+            if not matches:
+                msg = f"no pattern of the optimizer matches the parameter {path!r}."
+                hint = 'Add a last one for the rest: "": optax.adam(1e-3), or "": None.'
+                raise StateError(f"{msg} {hint}")
+            found.append(matches[0])
+        return flat.unflatten(found)
 
-    parts: dict[Hashable, optax.GradientTransformation] = {
-        str(i): tx or optax.set_to_zero() for i, tx in enumerate(txs)
-    }
-    tx = optax.multi_transform(parts, labels)
+    zero = optax.set_to_zero()
+    every: dict[Hashable, Any] = {str(i): tx or zero for i, tx in enumerate(txs)}
+    tx = optax.multi_transform(every, labels)
 
     def init(params: PyTree) -> Any:
         paths = [leaf.path for leaf in _paths.flatten(params).leaves]
-        is_frozen = all(txs[int(label(path))] is None for path in paths)
+        is_frozen = all(txs[int(x)] is None for x in jax.tree.leaves(labels(params)))
         for text, pattern in zip(optimizers, patterns, strict=True):
             if not any(map(pattern.search, paths)):
                 near = ", ".join(nearest_paths(text, paths)) or "none"
@@ -439,15 +433,6 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
         hint = "Write TrainState.create(build, optax.adam(1e-3), layouts)."
         raise StateError(f"{msg} {hint}")
     return optimizer
-
-
-def _in_containers(tree: PyTree, like: PyTree) -> PyTree:
-    """Returns a tree in the containers of another, if their paths are the same."""
-    values = {leaf.path: leaf.value for leaf in _paths.flatten(tree).leaves}
-    flat = _paths.flatten(like)
-    paths = [leaf.path for leaf in flat.leaves]
-    same = values.keys() == {*paths}
-    return flat.unflatten([values[path] for path in paths]) if same else tree
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:

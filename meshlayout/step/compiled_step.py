@@ -9,17 +9,16 @@ import contextlib
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import default_registry
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
@@ -29,7 +28,6 @@ from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
 from meshlayout.exchange.partitioner import gathering_once, run_without
 from meshlayout.layout_map import LayoutMap, applied
-from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import Kinds, StepInspection, changes_of
 from meshlayout.step.kernel_gradients import axes_to_hide
@@ -112,6 +110,7 @@ class _StepProgram:
         self.treedef, self.layouts, self.mesh = treedef, layouts, _mesh_of(layouts)
         self.key = treedef, *map(_key, layouts)
         self.jitted: Any = None
+        self.is_loop = False  # JAX knows the layouts of all arguments
         self.may_share = False  # an array with the state: one has a shape of its
         devices = (layout.device_set for layout in layouts if layout)
         self.devices: frozenset[Any] = frozenset().union(*devices)
@@ -125,12 +124,12 @@ class _StepProgram:
     def caller(self, args: PyTree, kwargs: PyTree, *, donates: bool) -> Any:
         """Returns what runs calls like one with these arguments, and refuses others.
 
-        In a loop, the program itself made the arrays of the TrainState and metrics: one
-        of them tells whether the state was used up. Other arrays must be checked, as
-        JAX would silently recompile, or (0.10, on several devices) end the process for
-        an array that was used up or is donated twice.
+        JAX would silently recompile for other layouts, or (0.10, on several devices)
+        end the process for an array that was used up or is donated twice. A loop gives
+        it `in_shardings`, by which all that it does not tell is whether the state was
+        used up, and whether the batch, of which one array is looked at, is elsewhere.
         """
-        jitted, flatten, ref = self.jitted, default_registry.flatten, weakref.ref
+        jitted, flatten = self.jitted, jax.tree_util.default_registry.flatten
         if not self.is_spread:  # where JAX itself refuses them
             return jitted
         leaves = flatten((args, kwargs))[0]
@@ -140,69 +139,52 @@ class _StepProgram:
         is_compared = [issubclass(x, _jax.ArrayImpl) for x in types]
         shardings = [x.sharding for x in compress(leaves, is_compared)]
         is_shared, is_bounded = self.is_shared, self.is_bounded
-        is_loop = type(args[0]) is TrainState and not (self.may_share or kwargs)
-        is_donated, is_first = is_loop and donates, True
-        last: Callable[[], object] = ref(args[0]) if is_loop else object
-        first = metrics = args[-1] if type(args[-1]) is Metrics else None
-        others = args[1:-1] if first or args[-1] is None else args[1:]
-        # To flatten them takes JAX longer than all else here.
-        is_flat = all(isinstance(x, jax.Array) for x in others)
-        is_dict = len(others) == 1 and type(others[0]) is dict
-        is_dict = is_dict and {*map(type, others[0].values())} == {_jax.ArrayImpl}
-        other_leaves = others[0].values() if is_dict else flatten(others)[0]
-        other_shardings = [*map(_jax.sharding_of, other_leaves)]
+        one, key = (*args, None)[1], None  # an array of the batch, and where it is
+        if type(one) in (dict, tuple) and one:
+            key = 0 if type(one) is tuple else next(iter(one))
+            one = one[key]
+        sharding = getattr(one, "sharding", None)
+        is_loop = self.is_loop and sharding is not None and not self.may_share
+        # What need not be checked: this call, which was, or the last result.
+        last: Any = ref(args[0]) if is_loop else lambda: args[0]
 
-        def is_like_last(*call: PyTree) -> bool:
+        def check(*call: PyTree) -> None:
             leaves = flatten(call)[0]
             compared = [*compress(leaves, is_compared)]
             ids = {*map(id, leaves[:num_donated])}
-            return (
+            if not (
                 [*map(type, leaves)] == types
                 and [x.sharding for x in compared] == shardings
                 and not any(map(_jax.is_deleted, compared))
                 and len(ids) == num_donated
                 and ids.isdisjoint(map(id, leaves[num_donated:]))
-            )
-
-        def again(state: Any, *rest: Any, **kwargs: Any) -> Any:
-            global _num_in_flight
-            nonlocal last, metrics, is_first
-            is_next = state is last() and not state.step.is_deleted()
-            if is_next:
-                leaves: Any = rest
-                if rest and (rest[-1] is metrics or rest[-1] is first):
-                    leaves = rest[:-1]
-                try:
-                    if not is_flat:
-                        leaves = leaves[0].values() if is_dict else flatten(leaves)[0]
-                    is_next = len(leaves) == len(other_shardings)
-                    # `strict=`, or == of a sharding with itself, takes a microsecond.
-                    for x, sharding in zip(leaves, other_shardings):  # noqa: B905
-                        is_same = x.sharding is sharding or x.sharding == sharding
-                        if not is_same or x.is_deleted():
-                            is_next = False
-                except AttributeError:  # of what is no array
-                    is_next = False
-            if not (is_next or is_first or is_like_last((state, *rest), kwargs)):
+            ):
                 raise OtherProgramError
-            is_first = False
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            global _num_in_flight
+            nonlocal last
+            is_next = args[0] is last()
+            if is_next and is_loop:
+                one = args[1] if key is None else args[1][key]
+                is_here = getattr(one, "sharding", None) == sharding
+                is_next = is_here and not args[0].step.is_deleted()
+            if not is_next:
+                check(args, kwargs)
             if is_shared:
                 counts.steps += 1
             try:
-                result = jitted(state, *rest, **kwargs)
+                result = jitted(*args, **kwargs)
             except Exception:
                 counts.steps -= is_shared
                 raise
-            if is_donated:
-                last, aux = ref(result[0]), result[1]
-                metrics = aux if type(aux) is Metrics else None
+            last = ref(result[0]) if is_loop else object
             if is_bounded:
                 _num_in_flight += 1
                 if _num_in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                     _num_in_flight = 0
                     # One array will do: a program's results are ready together.
-                    one = result[0].step if is_donated else result
-                    for leaf in flatten(one)[0][:1]:
+                    for leaf in flatten(result[0].step if is_loop else result)[0][:1]:
                         leaf.block_until_ready()
             return result
 
@@ -333,8 +315,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
         traced.__name__ = self.__name__
         options: dict[str, Any] = {"static_argnames": self.static_argnames}
         if self._donates:
-            (state, *_), _ = treedef.unflatten(program.layouts)
-            options |= {"donate_argnums": 0, "out_shardings": (state, None)}
+            layouts, _ = treedef.unflatten(program.layouts)
+            options |= {"donate_argnums": 0, "out_shardings": (layouts[0], None)}
+            # JAX takes none for arguments by name, or that are static; and from one
+            # device it would move all to another.
+            is_plain = program.is_spread and not (kwargs or self.static_argnames)
+            is_placed = all(isinstance(x, NamedSharding) for x in program.layouts)
+            if type(args[0]) is TrainState and is_plain and is_placed:
+                program.is_loop, options["in_shardings"] = True, layouts
         program.jitted = jax.jit(traced, **options)
         if self.executable:
             program.jitted = self.executable(program, self.static_argnames)

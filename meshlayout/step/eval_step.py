@@ -17,7 +17,6 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step import model_call, objective
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.model_call import Precision, PrecisionPolicy
 from meshlayout.step.train_step import StateStep
 
 
@@ -29,7 +28,7 @@ def make_eval_step(
     regularizers: Mapping[str, losses.Regularizer] | None = None,
     weights: str | int = "weight",
     denominator: losses.Denominator = "real",
-    precision: Precision = "float32",
+    precision: model_call.Precision = "float32",
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
 ) -> "EvalStep":
@@ -90,7 +89,7 @@ class EvalStep(StateStep[Metrics]):
 def make_predict_step(
     predict_fn: Callable[[Any, Any], Any],
     *,
-    precision: Precision = "float32",
+    precision: model_call.Precision = "float32",
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
 ) -> "PredictStep":
@@ -121,7 +120,7 @@ class PredictStep(StateStep[Any]):
     """
 
     __name__ = "predict_step"
-    _plan: PrecisionPolicy
+    _plan: model_call.PrecisionPolicy
 
     @_checks.user_call
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -153,13 +153,8 @@ def _shard_bytes(pairs: Iterable[tuple[Any, Any]], *, on_host: bool) -> int:
     return sum(
         math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
         for x, sharding in pairs
-        if sharding and _is_on_host(sharding) == on_host
+        if sharding and _jax.is_in_other_memory(sharding) == on_host
     )
-
-
-def _is_on_host(sharding: Sharding) -> bool:
-    _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
-    return sharding.memory_kind not in (None, "device", default)
 
 
 def _layout_text(layout: Any) -> str:

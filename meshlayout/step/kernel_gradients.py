@@ -9,8 +9,9 @@ images and kernel alike, else refused. From images in space, wrong axes are hidd
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -30,6 +31,19 @@ _Axes: TypeAlias = frozenset[str]
 _Array: TypeAlias = tuple[tuple[int, ...], Sequence[_Axes]]
 
 
+class _Step(NamedTuple):
+    """A step's arrays, which XLA may not shard in another way, and the mesh axes."""
+
+    params: list[_Array]
+    batch: list[_Array]
+    fixed: list[_Array]  # by constraints
+    kernels: set[tuple[int, ...]]  # the shapes of those that have a gradient
+    paths: Mapping[tuple[int, ...], str]  # of parameters, by shape
+    flat: set[int]  # the sizes of dims that reshapes join or divide
+    sizes: Mapping[str, int]  # of the axes
+    is_late: bool  # XLA compiles already
+
+
 def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes:
     """Returns mesh axes over which XLA would compute convolutions or pooling wrongly.
 
@@ -38,30 +52,30 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
     convolutions and pooling of a step, and `call` its arguments with their layouts.
     """
     (state, *rest), named = call
+    params = getattr(state, "params", state)  # without slots
     batch = [x for x in rest if not isinstance(x, Metrics)], named
-    params = jax.tree.leaves(getattr(state, "params", state))  # without slots
-    leaves = [*params, *jax.tree.leaves(batch)]
+    leaves, names = jax.tree.leaves((params, batch)), leaf_names(params)
+    shapes, num_params = list(map(np.shape, leaves)), len(names)
     shardings: list[Any] = list(map(_jax.sharding_of, leaves))
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer)]
-    unknown = [i for i in traced if shardings[i] is None]
-    waiting = set(unknown)
-    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
-    names = leaf_names(getattr(state, "params", state))
-    paths = {np.shape(x): name for x, name in zip(params, names, strict=False)}
-    # Besides the arguments, where the compiler has no choice.
+    unknown = {i for i in traced if shardings[i] is None}
+    waiting = {*unknown}
     fixed = [
         _array(x.outvars[0].aval.shape, x.params["sharding"])
         for x in _jax.equations(jaxpr)
         if x.primitive.name == "sharding_constraint"
     ]
+    kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
+    paths = dict(zip(shapes, names, strict=False))
+    flat = {n for x in _jax.equations(jaxpr) for n in _reshaped(x)}
 
     def find() -> _Axes:
-        meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-        arrays = list(map(_array, map(np.shape, leaves), shardings))
-        step = kernels, paths, fixed, arrays[: len(params)], arrays[len(params) :]
-        sizes, is_late = meshes[0].shape if meshes else {}, bool(unknown)
-        hidden = [_hidden(x, sizes, *step, is_late=is_late) for x in windows if sizes]
-        return _Axes().union(*hidden)
+        meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+        sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
+        arrays = list(map(_array, shapes, shardings))
+        parts = arrays[:num_params], arrays[num_params:]
+        step = _Step(*parts, fixed, kernels, paths, flat, sizes, bool(unknown))
+        return _Axes().union(*(_hidden(window, step) for window in windows))
 
     def tell(index: int, sharding: object) -> None:
         shardings[index] = sharding
@@ -91,38 +105,34 @@ def _is_kernel_gradient(window: Equation) -> bool:
     return lhs_spec[0] > 0 or lhs_spec != out_spec
 
 
+def _reshaped(eqn: Equation) -> Counter[int]:
+    """Returns the dims that a reshape changes, before and after."""
+    if eqn.primitive.name != "reshape":
+        return Counter()
+    before, after = (Counter(x[0].aval.shape) for x in (eqn.invars, eqn.outvars))
+    return (before - after) + (after - before)
+
+
 def _array(shape: tuple[int, ...], sharding: object) -> _Array:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
     axes = [_Axes(e if isinstance(e, tuple) else (e,)) - {None} for e in spec]
     return shape, [*axes, *[_Axes()] * (len(shape) - len(axes))]
 
 
-def _hidden(
-    eqn: Equation,
-    sizes: Mapping[str, int],
-    kernels: set[tuple[int, ...]],
-    paths: Mapping[tuple[int, ...], str],
-    fixed: Sequence[_Array],
-    params: Sequence[_Array],
-    batch: Sequence[_Array],
-    *,
-    is_late: bool,
-) -> _Axes:
+def _hidden(eqn: Equation, step: _Step) -> _Axes:
     """Returns the axes to hide from XLA, or raises StepError if that is no remedy."""
     images, is_gradient = eqn.invars[0].aval, _is_kernel_gradient(eqn)
     rank, manual = images.ndim, images.sharding.mesh.manual_axes
-    kernel = eqn.outvars[0].aval.shape
-    every = _Axes(axis for axis, size in sizes.items() if size > 1).difference(manual)
+    every = _Axes(x for x, size in step.sizes.items() if size > 1).difference(manual)
     numbers = eqn.params.get("dimension_numbers")
     row_dim, channel_dim, *moved = numbers.lhs_spec if numbers else (0, rank)
     if is_gradient:
         row_dim, channel_dim = channel_dim, row_dim
-    named = _Axes().union(*(axes for _, dims in fixed for axes in dims))
-    fixed = [x for x in fixed if len(x[0]) == rank and x[0] not in kernels]
+    fixed = [x for x in step.fixed if len(x[0]) == rank and x[0] not in step.kernels]
     if any(images.sharding.spec):  # on Explicit axes
         fixed.append(_array(images.shape, images.sharding))
-    image_rank = min(rank, max((len(shape) for shape, _ in batch), default=0))
-    arrays = [*fixed, *(x for x in batch if len(x[0]) >= image_rank)]
+    image_rank = min(rank, max((len(shape) for shape, _ in step.batch), default=0))
+    arrays = [*fixed, *(x for x in step.batch if len(x[0]) >= image_rank)]
     cuts: set[tuple[_Axes, _Axes]] = set()  # of rows, and of space
     shards: dict[int, int] = {}
     for shape, array_axes in arrays:
@@ -133,59 +143,75 @@ def _hidden(
         dims.pop(channel_dim, None)
         cuts.add((rows, _Axes().union(*dims.values())))
         for dim, axes in dims.items():
-            count = math.prod(sizes[axis] for axis in axes)
+            count = math.prod(step.sizes[x] for x in axes)
             shards |= {dim: max(count, shards.get(dim, 1))} if count > 1 else {}
     space = _Axes().union(*(space for _, space in cuts))
     spare = _Axes().union(*(every - rows - space for rows, space in cuts))
-    used = _Axes().union(*(axes for _, dims in params for axes in dims))
+    free = every.difference(every.intersection(*(rows for rows, _ in cuts)))
+    used = _Axes().union(*(axes for _, dims in step.params for axes in dims))
     wrong, is_stuck, cause = _Axes(), _Axes(), ""
     if space:
         # Right if nothing else is sharded over these axes, and no channels over others.
         wrong = (space | spare) & used
         is_moved = bool(numbers) and not {*shards} <= {*moved}  # by a transposition
         if is_gradient:
-            is_stuck = every.difference(used, *(a for _, dims in batch for a in dims))
+            is_stuck = every.difference(used, *(x for _, a in step.batch for x in a))
             wrong |= spare | (space if len(cuts) > 1 else wrong)
         elif is_moved or not is_sure(eqn, shards):
             wrong = space
     elif is_gradient:
-        is_stuck = spare
-        for shape, dims in params:
-            is_kernel = any(shape[-len(k) :] == k for k in kernels)
-            for dim, axes in enumerate(() if is_kernel else dims):
-                count = math.prod(sizes[axis] for axis in axes & spare)
-                is_part = axes & spare != spare
-                if may_shard(shape, dim, eqn, count, is_part=is_part):
-                    wrong, name = spare, paths.get(shape, "a parameter")
-                    cause = f"dim {dim} of {name!r} may shard images in space"
+        is_stuck, cause = spare, _dim_over_space(eqn, spare, step)
         groups = max(eqn.params["batch_group_count"], eqn.params["feature_group_count"])
-        if groups > 1 and any(rows for rows, _ in cuts):
-            # Right if channels are over the spare axes, whole groups of them, and free.
-            end, out_dim = images.shape[1 - rank :], numbers.out_spec[1] - rank
-            outs = {dims[out_dim] for shape, dims in params if shape[-rank:] == kernel}
-            like = [dims for shape, dims in arrays if shape[1 - rank :] == end]
-            is_free = not fixed and all(d[channel_dim - rank] == spare for d in like)
-            size = math.prod(sizes[axis] for axis in spare)
-            is_right = outs == {spare} and is_free and groups % size == 0
-            wrong |= wrong if is_right else spare
-    others = every.difference(every.intersection(*(rows for rows, _ in cuts)))
-    if wrong and (is_stuck or is_late or fixed or manual or others & named):
-        array = _render.array_text(eqn.outvars[0].aval.dtype, kernel)
-        what = f"multiply the gradient of a convolution's kernel {array}"
-        what = what if is_gradient else f"wrongly compute {eqn.primitive.name} {array}"
-        what += f" along the mesh axes {', '.join(map(repr, sorted(wrong)))}"
-        if cause:
-            raise StepError(f"XLA would {what}, as {cause}: shard another dim of it.")
-        rows, rule = tuple(axis for axis, size in sizes.items() if size > 1), ""
-        free = tuple(axis for axis in rows if axis in others)
-        if is_gradient and free:
-            dims = [free if dim == numbers.out_spec[1] else None for dim in range(rank)]
-            path = paths.get(kernel, "its path")
-            rule = f", as by the rule {{{path!r}: {tuple(dims)}}} or ml.parallel."
-            rule += "tensor_parallel(...)"
-        raise StepError(
-            f"XLA would {what}. Two layouts are right, of images that are whole in "
-            f"space: their rows over all axes, {rows}; or the channels of kernels and "
-            f"images over the axes without rows{rule}."
-        )
-    return others if wrong else wrong
+        is_grouped = groups > 1 and any(rows for rows, _ in cuts)
+        num_shards = math.prod(step.sizes[x] for x in spare)
+        if is_grouped and not fixed and not groups % num_shards:
+            # Right if channels are over the spare axes, in whole groups, and free.
+            kernel, end = eqn.outvars[0].aval.shape, images.shape[1 - rank :]
+            dim = numbers.out_spec[1] - rank
+            outs = {dims[dim] for shape, dims in step.params if shape[-rank:] == kernel}
+            like = (dims for shape, dims in arrays if shape[1 - rank :] == end)
+            channels = {dims[channel_dim - rank] for dims in like}
+            is_grouped = outs != {spare} or not channels <= {spare}
+        wrong = spare if cause or is_grouped else wrong
+    named = _Axes().union(*(axes for _, dims in step.fixed for axes in dims))
+    if wrong and (is_stuck or step.is_late or fixed or manual or free & named):
+        raise StepError(_text(eqn, step, wrong, free, cause))
+    return free if wrong else wrong
+
+
+def _dim_over_space(eqn: Equation, spare: _Axes, step: _Step) -> str:
+    """Returns, in words, which parameter XLA may shard images in space for, if any."""
+    for shape, dims in step.params:
+        is_kernel = any(shape[-len(kernel) :] == kernel for kernel in step.kernels)
+        for dim, axes in enumerate(() if is_kernel else dims):
+            count = math.prod(step.sizes[x] for x in axes & spare)
+            is_part = axes & spare != spare
+            if may_shard(shape, dim, eqn, count, is_part=is_part, flat=step.flat):
+                name = step.paths.get(shape, "a parameter")
+                return f"dim {dim} of {name!r} may shard images in space"
+    return ""
+
+
+def _text(eqn: Equation, step: _Step, wrong: _Axes, free: _Axes, cause: str) -> str:
+    """Returns what XLA would do, and which layouts are right: over free axes."""
+    aval, is_gradient = eqn.outvars[0].aval, _is_kernel_gradient(eqn)
+    verb = f"wrongly compute {eqn.primitive.name}"
+    verb = "multiply the gradient of a convolution's kernel" if is_gradient else verb
+    axes = ", ".join(map(repr, sorted(wrong)))
+    array = _render.array_text(aval.dtype, aval.shape)
+    fact = f"XLA would {verb} {array} along the mesh axes {axes}"
+    if cause:
+        return f"{fact}, as {cause}: shard another dim of it."
+    rows, rule = tuple(axis for axis, size in step.sizes.items() if size > 1), ""
+    if is_gradient and free:
+        out_dim = eqn.params["dimension_numbers"].out_spec[1]
+        spec: list[Any] = [None] * len(aval.shape)
+        spec[out_dim] = tuple(axis for axis in rows if axis in free)
+        path = step.paths.get(aval.shape, "its path")
+        rule = f", as by the rule {{{path!r}: {tuple(spec)}}} or ml.parallel."
+        rule += "tensor_parallel(...)"
+    return (
+        f"{fact}. Two layouts are right, of images that are whole in space: their rows "
+        f"over all axes, {rows}; or the channels of kernels and images over the axes "
+        f"without rows{rule}."
+    )

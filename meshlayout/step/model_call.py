@@ -159,11 +159,11 @@ def call_model(
         with quiet_sow():
             if policy != PrecisionPolicy():
                 params = _paths.flatten(state.params)
-                casting_layers = _layers_with_dtype(model, function)
-                arrays = [leaf.value for leaf in params.leaves]
-                for i, leaf in enumerate(params.leaves):
-                    if leaf.path.rpartition("/")[0] not in casting_layers:
-                        arrays[i] = cast(leaf.value, policy.compute)
+                layers, dtype = _layers_with_dtype(model, function), policy.compute
+                arrays = [
+                    x if path.rpartition("/")[0] in layers else cast(x, dtype)
+                    for path, x, _ in params.leaves
+                ]
                 model = bound_model(params.unflatten(arrays))
                 handlers = (_casting(policy, model), *interceptors)
             with intercepting(model, handlers):
@@ -207,7 +207,10 @@ def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str
 
 def _casting(policy: PrecisionPolicy, model: Module) -> Interceptor:
     def set_dtype(module: Any) -> None:
-        if policy.compute and getattr(module, "dtype", policy.compute) is None:
+        own = getattr(module, "dtype", policy.compute)
+        if isinstance(module, nnx.Embed) and own == module.param_dtype:
+            own = None  # for which Flax takes that of the table
+        if policy.compute and own is None:
             object.__setattr__(module, "dtype", policy.compute)
 
     # Linen's layers exist only while they are called.
@@ -264,7 +267,15 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
         yield
         return
     if isinstance(model, nn.Module):
-        with nn.intercept_methods(functools.partial(_linen_call, interceptors)):
+
+        def handle(proceed: Any, args: PyTree, kwargs: PyTree, context: Any) -> Any:
+            if context.method_name == "__call__":
+                path = "/".join(context.module.path)
+                call = ModuleCall(path, context.module, proceed)
+                proceed = _handled(interceptors, call)
+            return proceed(*args, **kwargs)
+
+        with nn.intercept_methods(handle):
             yield
         return
     modules = [(path, x) for path, x in named_modules(model) if callable(x)]
@@ -294,32 +305,17 @@ def _wrapper(original: Any) -> Callable[..., Any]:
         proceed = original.__get__(self, type(self))
         # A subclass that calls super().__call__ has been intercepted already.
         if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
-            path = vars(self)[_PATH].text
-            proceed = _handled(_interceptors.get(), path, self, proceed)
+            call = ModuleCall(vars(self)[_PATH].text, self, proceed)
+            proceed = _handled(_interceptors.get(), call)
         return proceed(*args, **kwargs)
 
     return __call__
 
 
-def _linen_call(
-    interceptors: Interceptors,
-    proceed: Callable[..., Any],
-    args: PyTree,
-    kwargs: PyTree,
-    context: Any,
-) -> Any:
-    if context.method_name == "__call__":
-        path = "/".join(context.module.path)
-        proceed = _handled(interceptors, path, context.module, proceed)
-    return proceed(*args, **kwargs)
-
-
-def _handled(
-    interceptors: Interceptors, path: str, module: Module, proceed: Callable[..., Any]
-) -> Callable[..., Any]:
+def _handled(interceptors: Interceptors, call: ModuleCall) -> Callable[..., Any]:
     for interceptor in reversed(interceptors):
-        proceed = interceptor(ModuleCall(path, module, proceed))
-    return proceed
+        call = call._replace(proceed=interceptor(call))
+    return call.proceed
 
 
 def weight_mask(weights: jax.Array) -> Interceptor:

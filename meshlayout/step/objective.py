@@ -28,7 +28,6 @@ from meshlayout.errors import LossError, MetricError, StepError, stack_level
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.step import model_call
-from meshlayout.step.model_call import Precision, PrecisionPolicy, Remat
 
 
 # The name of the loss function's own part in the metrics.
@@ -49,12 +48,12 @@ class Loss:
     """How a batch becomes one number to minimize, and how it is measured."""
 
     loss_fn: Callable[..., Any]
-    policy: PrecisionPolicy
+    policy: model_call.PrecisionPolicy
     weights: str | int  # where a batch carries them
     denominator: losses.Denominator
     regularizers: Mapping[str, losses.Regularizer]
     metrics: Metrics  # the user's, empty
-    remat: Remat = "none"
+    remat: model_call.Remat = "none"
     train: bool = False
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
@@ -146,12 +145,10 @@ class Loss:
         self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch
     ) -> Metrics:
         """Returns the user's metrics of what the loss function returned for a batch."""
-        weights, is_scalar = self.weights_of(batch), jnp.ndim(values) == 0
+        weights = self.weights_of(batch)
+        each = losses.per_example(values, weights) if jnp.ndim(values) else None
         return self.metrics.update_from(
-            outputs=outputs,
-            batch=batch,
-            losses=None if is_scalar else losses.per_example(values, weights),
-            weights=weights,
+            outputs=outputs, batch=batch, losses=each, weights=weights
         )
 
 
@@ -270,8 +267,8 @@ def make_loss(
     regularizers: Mapping[str, losses.Regularizer] | None,
     weights: str | int,
     denominator: losses.Denominator,
-    precision: Precision,
-    remat: Remat = "none",
+    precision: model_call.Precision,
+    remat: model_call.Remat = "none",
     *,
     train: bool = False,
 ) -> Loss:

@@ -29,21 +29,10 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.creation import T
-from meshlayout.step import compiled_step, objective
+from meshlayout.step import compiled_step, model_call, objective, update
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.inspection import StepInspection
-from meshlayout.step.model_call import Precision, Remat
-from meshlayout.step.objective import check_batch
 from meshlayout.step.placement import check_divided, sharded, stacked
-from meshlayout.step.update import (
-    Microbatches,
-    OnNonfinite,
-    Update,
-    gradients_of,
-    in_device_memory,
-    row_sharding,
-    select,
-)
 
 
 R = TypeVar("R")
@@ -65,10 +54,10 @@ def make_train_step(
     denominator: losses.Denominator = "real",
     accumulate: int = 1,
     clip_norm: float | None = None,
-    on_nonfinite: OnNonfinite = "ignore",
+    on_nonfinite: update.OnNonfinite = "ignore",
     ema: float | None = None,
-    precision: Precision = "float32",
-    remat: Remat = "none",
+    precision: model_call.Precision = "float32",
+    remat: model_call.Remat = "none",
     steps_per_call: int = 1,
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
@@ -106,7 +95,8 @@ def make_train_step(
             `"skip"` to keep the state unchanged and count the step in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
+            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it; of
+            an `nnx.Embed`, only one that its table does not have counts.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules that have submodules), `"full"`, or a policy of
             `jax.checkpoint_policies` for the blocks.
@@ -133,7 +123,7 @@ def make_train_step(
     accumulate = _checks.count("accumulate", accumulate, **where)
     if clip_norm is not None:
         clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
-    _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
+    _checks.choice("on_nonfinite", on_nonfinite, get_args(update.OnNonfinite), **where)
     if ema is not None:
         ema = _checks.number("ema", ema, at_least=0, below=1, **where)
     steps_per_call = _checks.count("steps_per_call", steps_per_call, **where)
@@ -141,8 +131,8 @@ def make_train_step(
     loss = objective.make_loss("make_train_step", *options, train=True)
     has_loss_scale = loss.policy.compute == jnp.float16
     may_skip = has_loss_scale or on_nonfinite == "skip"
-    update = Update(clip_norm, may_skip, ema, has_loss_scale)
-    plan = Plan(loss, update, accumulate, steps_per_call)
+    rule = update.Update(clip_norm, may_skip, ema, has_loss_scale)
+    plan = Plan(loss, rule, accumulate, steps_per_call)
     return TrainStep(loss.loss_fn, loss.weights, layouts, on_recompile, plan)
 
 
@@ -151,26 +141,26 @@ class Plan:
     """What a train step does: the options of `make_train_step`, checked."""
 
     loss: objective.Loss
-    update: Update
+    update: update.Update
     accumulate: int
     steps_per_call: int
 
 
 def _one_step(
-    plan: Plan, microbatches: Microbatches, state: TrainState, batch: Batch
+    plan: Plan, microbatches: update.Microbatches, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     """Returns the next state and the metrics of one global batch, inside jit."""
-    loss, update = plan.loss, plan.update
+    loss = plan.loss
     key = jax.random.fold_in(state.rng, state.step)
-    scale = update.scale(state)
-    gradients = gradients_of(loss, state, batch, key, scale, microbatches)
-    new, notes = update.apply(state, gradients)
+    scale = plan.update.scale(state)
+    gradients = update.gradients_of(loss, state, batch, key, scale, microbatches)
+    new, notes = plan.update.apply(state, gradients)
     measured = gradients.measured
     weight = loss.total_weight(batch)
     if "skipped" in notes:  # a step that was skipped is not measured either
         is_done = notes["skipped"] == 0
         weight = jnp.where(is_done, weight, 0)
-        measured = select(is_done, measured, loss.metrics)
+        measured = update.select(is_done, measured, loss.metrics)
     return new, objective.metrics_of_batch(gradients.parts, notes, weight, measured)
 
 
@@ -179,10 +169,8 @@ class StateStep(StepInspection, Generic[R]):
 
     __name__: str
     _trains = False
-    # Runs calls like the last one, from empty metrics; weights may have to be checked.
-    _again: Callable[..., Any] | None = None
-    _start: Metrics | None = None
-    _has_host_weights = False
+    # What runs calls like the last one, its empty metrics, and whether it had weights.
+    _last: tuple[Callable[..., Any], Metrics | None, bool] | None = None
 
     def __init__(
         self,
@@ -202,7 +190,7 @@ class StateStep(StepInspection, Generic[R]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled programs belong to this process; a copy compiles its own.
-        return {**vars(self), "_compiled": {}, "_starts": {}, "_again": None}
+        return {**vars(self), "_compiled": {}, "_starts": {}, "_last": None}
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -213,12 +201,12 @@ class StateStep(StepInspection, Generic[R]):
         """
         error = None
         try:  # to look all up again would take Python longer than a small step
-            if self._again is not None and not _jax.is_tracing():
-                if self._has_host_weights or marked_weights.data:
-                    check_batch(batch, self.weights)
+            if self._last is not None and not _jax.is_tracing():
+                again, start, has_weights = self._last
+                if has_weights or marked_weights.data:
+                    objective.check_batch(batch, self.weights)
                 part = state if self._trains else _parts[state]
-                start = self._start if metrics is None else metrics
-                return self._again(part, batch, start)
+                return again(part, batch, start if metrics is None else metrics)
         except (compiled_step.OtherProgramError, KeyError):
             pass
         except Exception as problem:
@@ -234,9 +222,10 @@ class StateStep(StepInspection, Generic[R]):
         compiled, placed, start = self._call_of(*args)
         result = compiled.call(placed, {}, error) if error else compiled(*placed)
         if not _jax.is_tracing():
-            self._again = compiled.again if placed[1] is args[1] else None
-            self._start = start
-            self._has_host_weights = isinstance(self._weights(args[1]), np.ndarray)
+            self._last = None
+            if compiled.again and placed[1] is args[1]:
+                has_weights = self._weights(args[1]) is not None
+                self._last = compiled.again, start, has_weights
         return result
 
     def without_layouts(self) -> Self:
@@ -267,14 +256,16 @@ class StateStep(StepInspection, Generic[R]):
             raise StepError(f"{msg} {_checks.shown(metrics)}. {hint}")
         if _jax.is_tracing():  # where JAX would speak of any of its arrays
             state._refuse_used_up()
+        parts = batch if self._row_dim and isinstance(batch, list) else [batch]
+        for part in parts:
+            objective.check_batch(part, self.weights)
         state, placed = self._placed(state, batch)
         key = self._key(state, placed)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile_for(key)
             compiled.executable = self.executable
-            first = batch[0] if isinstance(batch, list) and batch else batch
-            weights = self._weights(first)
+            weights = self._weights(parts[0])
             if isinstance(weights, np.ndarray) and self._function not in _told:
                 _told.add(self._function)
                 _log.warning("examples are weighted by %r of each batch.", self.weights)
@@ -291,7 +282,7 @@ class StateStep(StepInspection, Generic[R]):
     ) -> Metrics | None:
         """Traces the step on a new mesh, and returns its empty metrics there."""
         traced = compiled.trace(state, batch, None)
-        rows = row_sharding(batch, self._row_dim)
+        rows = update.row_sharding(batch, self._row_dim)
         if rows is None or rows.is_fully_replicated:
             check_divided(state, batch, traced, self._row_dim)
         if self.weights is None:
@@ -301,12 +292,11 @@ class StateStep(StepInspection, Generic[R]):
         sharding: Any = _jax.sharding_of(state.step)
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return jax.tree.map(lambda x: x.update(sharding=sharding), measured)
-        empty, is_nested = measured.empty(), sharding is None  # inside another jit
-        return jax.tree.map(lambda x: x if is_nested else _jax.put(x, sharding), empty)
+        # Inside another jit, there is no sharding yet.
+        return jax.tree.map(lambda x: _jax.put(x, sharding), measured.empty())
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Returns the state and the batch as the compiled function takes them."""
-        check_batch(batch, self.weights)
         if state not in _parts:
             _parts[state] = replace(state, opt_state=(), extra={})
         return _parts[state], _placed(state, batch)
@@ -341,10 +331,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
 
     def _placed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         state = self.prepare(state)
-        is_list = self._row_dim and isinstance(batch, list)
-        for part in batch if is_list else [batch]:
-            check_batch(part, self.weights)
-        if is_list:
+        if self._row_dim and isinstance(batch, list):
             batch = [_placed(state, part) for part in batch]
         if self._row_dim:
             batch = stacked(batch, self._plan.steps_per_call)
@@ -353,11 +340,11 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
     def _key(self, state: TrainState, batch: Batch) -> Hashable:
         mesh, count = _jax.sharding_of(state.step), self._plan.accumulate
         if count == 1:
-            return mesh, Microbatches(1)
-        rows = row_sharding(batch, self._row_dim)
+            return mesh, update.Microbatches(1)
+        rows = update.row_sharding(batch, self._row_dim)
         trees = map(jax.tree.leaves, (state.params, state.opt_state))
         shardings = (tuple(map(_jax.sharding_of, leaves)) for leaves in trees)
-        return mesh, Microbatches(count, rows, *shardings)
+        return mesh, update.Microbatches(count, rows, *shardings)
 
     def _compile_for(self, key: Any) -> CompiledStep[..., Any]:
         one_step = jax.jit(functools.partial(_one_step, self._plan, key[1]))
@@ -371,7 +358,7 @@ class TrainStep(StateStep[tuple[TrainState, Metrics]]):
         def train_steps(
             state: TrainState, batch: Batch, metrics: Metrics | None
         ) -> tuple[TrainState, Metrics]:
-            state = in_device_memory(state)  # a loop wants it in one memory throughout
+            state = update.in_device_memory(state)  # a loop wants one memory throughout
             if metrics is None:  # to be traced, for the shapes of its metrics
                 return train_step(state, jax.tree.map(lambda x: x[0], batch), None)
 

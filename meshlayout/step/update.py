@@ -11,7 +11,6 @@ run by hand in shard_map were tried: losses in which examples meet depend on the
 """
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples, without_nan_padding
 from meshlayout.errors import StepError
+from meshlayout.layout import Layout
 from meshlayout.layout_map.optimizer_slots import find_slots
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
@@ -137,11 +137,8 @@ def _scanned(
     microbatches: Microbatches,
 ) -> Any:
     """Returns what `backward` does, added up over microbatches; no row moves."""
-    shards, num_rows = 1, num_examples(batch)
-    if microbatches.rows is not None:
-        (entry,) = microbatches.rows.spec
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        shards = math.prod(microbatches.rows.mesh.shape[axis] for axis in axes)
+    num_rows, sharding = num_examples(batch), microbatches.rows
+    shards = 1 if sharding is None else Layout.of(sharding, 1).num_shards(0)
     if num_rows % (microbatches.count * shards):
         raise StepError(
             f"a global batch of {num_rows} examples does not divide into "
@@ -295,14 +292,8 @@ class Update:
         if self.ema is not None:
             latest = jax.tree.map(lambda x, a: x.astype(a.dtype), params, extra[EMA])
             extra[EMA] = optax.incremental_update(latest, extra[EMA], 1 - self.ema)
-        new = replace(
-            state,
-            params=params,
-            opt_state=opt_state,
-            model_state=gradients.model_state,
-            step=state.step + 1,
-            extra=extra,
-        )
+        new = replace(state, params=params, opt_state=opt_state, extra=extra)
+        new = replace(new, model_state=gradients.model_state, step=state.step + 1)
         if self.may_skip:
             is_finite = jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
             new = self._kept(is_finite, state, new)
@@ -323,9 +314,8 @@ class Update:
         if self.has_loss_scale:
             # Flax changes a scale with a gradient, here one that is finite as the
             # step's are: those have been added up over microbatches.
-            like_grads = old.extra[LOSS_SCALE].value_and_grad(
-                lambda x: x * jnp.where(is_finite, 1.0, jnp.inf)
-            )
+            factor = jnp.where(is_finite, 1.0, jnp.inf)
+            like_grads = old.extra[LOSS_SCALE].value_and_grad(lambda x: x * factor)
             extra[LOSS_SCALE] = like_grads(jnp.float32(1)).dynamic_scale
         return replace(state, extra=extra)
 

@@ -333,8 +333,12 @@ def checked_columns(
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
             way = "give them in that order."
             if less != more:
-                way = f"missing: {less}; extra: {more}. Write frame.reindex("
-                way += "columns=columns, fill_value=0), with the columns of fit."
+                way = f"missing: {less}; extra: {more}. Prepare it as that of fit."
+                # As `get_dummies` names them; other columns of 0 would be wrong data.
+                dummies = {str(name).rpartition("_")[0] for name in names} - {""}
+                if dummies.issuperset(str(name).rpartition("_")[0] for name in lacks):
+                    way += " After pd.get_dummies, write frame.reindex(columns=columns,"
+                    way += " fill_value=0), with the columns of fit."
             raise MeshLayoutError(f"{msg} {theirs}: {way}")
     return columns
 

@@ -130,7 +130,7 @@ class Progress(Callback):
         is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
         if self._pending is not None and is_ready:
             (position, values), self._pending = self._pending, None
-            texts = [f"  {k} {value_text(x)}" for k, x in scalars(values).items()]
+            texts = [f"  {k} {value_text(x)}" for k, x in values.items() if not x.ndim]
             rate = self._rate_text(position, now_s - self._epoch_start_s)
             self._show(position, "".join([*texts, f"  {rate}"]))
 
@@ -150,7 +150,7 @@ class Progress(Callback):
         # Without validation there is no `_trained_s`: the epoch was all training.
         rate = self._rate_text(position, self._trained_s or epoch_s)
         facts += [rate] if rate else []
-        texts = [f"{name} {value_text(x):>8}" for name, x in scalars(logs).items()]
+        texts = [f"{name} {value_text(x):>8}" for name, x in logs.items()]
         line = "  ".join([_title(position), *texts])
         while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
@@ -186,9 +186,10 @@ def _title(position: TrainingPosition) -> str:
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
-    A CSV file has the columns of its first epoch. A JSON-lines file has one object per
-    line, with lists for metrics with dims, and null for values that are not finite. A
-    later `fit` with the same callback and a resumed run append, perhaps an epoch twice.
+    A CSV file has the columns of its first epoch: `name_0`, `name_1` and so on for a
+    metric with one dim, none for more. A JSON-lines file has one object per line, with
+    lists for metrics with dims, and null for values that are not finite. A later `fit`
+    with the same callback and a resumed run append, perhaps an epoch twice.
 
     Args:
         path: `log.csv` or `log.jsonl`, overwritten; or a directory for TensorBoard.
@@ -222,7 +223,7 @@ class Log(Callback):
             lists = {name: np.asarray(value).tolist() for name, value in logs.items()}
             # JSON has no number for what is not finite.
             lists = jax.tree.map(lambda x: x if math.isfinite(x) else None, lists)
-            self._file.write(json.dumps({**row, **lists}) + "\n")
+            self._file.write(json.dumps({"epoch": epoch, "step": step, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.
