@@ -7,20 +7,24 @@ over another axis, stay where they are.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
-from meshlayout.exchange.blocks import Inputs, Precision, Rules, attend_on_one_device
-from meshlayout.exchange.rotation import attend_on_ring
+from meshlayout.exchange.rotation import Inputs, Rules, attend_on_ring
 from meshlayout.mesh import Mesh
+
+
+F = TypeVar("F", bound=Callable[..., jax.Array])
 
 
 class FlaxArguments(TypedDict, total=False):
@@ -48,7 +52,7 @@ def ring_attention(
     mesh: Mesh | jax.sharding.Mesh | None = None,
     mask: jax.Array | None = None,
     dtype: DTypeLike | None = None,
-    precision: Precision = None,
+    precision: PrecisionLike = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     **flax: Unpack[FlaxArguments],
@@ -106,26 +110,15 @@ def ring_attention(
     return _attend(attend_on_ring, "ring_attention", **locals())
 
 
+def _called_as(other: F) -> Callable[[Callable[..., jax.Array]], F]:
+    """Gives a function the signature of another, for type checkers, help and Flax."""
+    decorate: Any = functools.wraps(other, assigned=(), updated=())
+    return decorate
+
+
 @_checks.user_call
-def all_to_all_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: str,
-    causal: bool,
-    segment_ids: jax.Array | None = None,
-    window: int | Sequence[int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    mesh: Mesh | jax.sharding.Mesh | None = None,
-    mask: jax.Array | None = None,
-    dtype: DTypeLike | None = None,
-    precision: Precision = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    **flax: Unpack[FlaxArguments],
-) -> jax.Array:
+@_called_as(ring_attention)
+def all_to_all_attention(*args: Any, **options: Any) -> jax.Array:
     """Returns attention over a sequence that is sharded over a mesh axis, by heads.
 
     It has the arguments, result and errors of `ring_attention`, but each device
@@ -141,7 +134,9 @@ def all_to_all_attention(
         >>> all_to_all_attention(x, x, x, axis="seq", causal=True, mesh=mesh).shape
         (2, 32, 4, 8)
     """
-    return _attend(_by_heads, "all_to_all_attention", **locals())
+    given = inspect.signature(ring_attention).bind(*args, **options)
+    given.apply_defaults()
+    return _attend(_by_heads, "all_to_all_attention", **given.arguments)
 
 
 def _attend(
@@ -182,9 +177,9 @@ def _attend(
     if given.mask is not None:
         mask, full = jnp.asarray(given.mask), (*rows, heads, length, key_length)
         sizes = (*(1,) * (len(full) - mask.ndim), *mask.shape)
-        fits = all(size in (1, of) for size, of in zip(sizes, full, strict=False))
-        fact = f"mask must be bools that broadcast to {full}, got {mask.shape}"
-        check(fits and len(sizes) == len(full), fact)
+        fits = [size in (1, of) for size, of in zip(sizes, full, strict=False)]
+        fits = len(sizes) == len(full) and all(fits)
+        check(fits, f"mask must be bools that broadcast to {full}, got {mask.shape}")
         lead = sizes[:-3] if {*sizes[:-3]} == {1} else rows
         full = (*lead, sizes[-3], length, key_length)
         mask = jnp.broadcast_to(mask.reshape(sizes) != 0, full)
@@ -196,10 +191,8 @@ def _attend(
         pair = window if isinstance(window, Sequence) else (window, window)
         fact = "window is a number, or those before and after"
         check(len(pair) == 2, f"{fact}: {_checks.shown(window)}")
-        before, after = (
-            _checks.count("window", x, at_least=0, where=where) for x in pair
-        )
-        after = 0 if causal else after
+        sizes = [_checks.count("window", x, at_least=0, where=where) for x in pair]
+        before, after = sizes[0], 0 if causal else sizes[1]
         is_all = before >= key_length and (causal or after >= key_length)
         reach = None if is_all else (before, after)
     scale = q.shape[-1] ** -0.5 if given.scale is None else given.scale
@@ -210,8 +203,8 @@ def _attend(
     q = q.reshape(*q.shape[:2], kv_heads, heads // kv_heads, q.shape[-1])
     inputs = Inputs(q, k, v, segment_ids, mask)
     mesh_axis = find_axis(given.axis, given.mesh, where)
-    if mesh_axis is None:
-        return attend_on_one_device(rules, inputs).reshape(shape)
+    if mesh_axis.size == 1:
+        return rules.attend(inputs).reshape(shape)
     # Traced once for all layers of a model, compiled once for calls outside of jit.
     attend = jax.jit(exchange, static_argnames=("axis", "rules"))
 
@@ -245,6 +238,6 @@ def _by_heads(axis: MeshAxis, inputs: Inputs, rules: Rules) -> jax.Array:
         of_heads, mask = 3, split(mask)
     arrays = [axis.lay(axis.lay(split(x), by_length), by_heads) for x in (q, k, v)]
     # Computed again backward: all weights of all layers would not fit.
-    local = jax.checkpoint(lambda *arrays: attend_on_one_device(rules, Inputs(*arrays)))
+    local = jax.checkpoint(lambda *arrays: rules.attend(Inputs(*arrays)))
     out = jax.vmap(local, (3, 3, 3, None, of_heads), 3)(*arrays, segment_ids, mask)
     return axis.lay(axis.lay(out, by_heads), by_length).reshape(q.shape)

@@ -36,14 +36,10 @@ class MeshAxis:
         Specs name this axis and `others` alone: the rest stay with the compiler, so
         that rows may be sharded over `batch` and heads over `model` as elsewhere.
         """
-        mapped = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names={self.name, *others},
-            check_vma=False,  # which refuses scans whose carry starts as a constant
-        )
+        # `check_vma` would refuse scans whose carry starts as a constant.
+        options: Any = {"axis_names": {self.name, *others}, "check_vma": False}
+        specs: Any = {"in_specs": in_specs, "out_specs": out_specs}
+        mapped = jax.shard_map(function, mesh=self.mesh, **specs, **options)
         return jax.jit(mapped)  # outside of jit, JAX wants all axes in the specs
 
     def lay(self, x: jax.Array, entries: Mapping[int, Any]) -> jax.Array:
@@ -65,12 +61,12 @@ class MeshAxis:
 
 def find_axis(
     name: str, mesh: Mesh | jax.sharding.Mesh | None, where: str, passes: int = 1
-) -> MeshAxis | None:
-    """Returns an axis of a mesh, or None if there is nobody to exchange shards with.
+) -> MeshAxis:
+    """Returns an axis of a mesh; its size is 1 if there is nobody to exchange with.
 
-    Without a mesh, it is that of the step that traces this, or of `jax.set_mesh`. None
-    if there is none, if it lacks the axis, or has it with size 1: a model with code on
-    shards so runs on one device unchanged. A MeshError inside of `shard_map` over it.
+    Without a mesh, it is that of the step that traces this, or of `jax.set_mesh`. If
+    there is none, or it lacks the axis, a model with code on shards runs on one device
+    unchanged. Raises MeshError inside of `shard_map` over the axis.
     """
     if not isinstance(name, str):
         msg = f"{where}: axis must be the name of one mesh axis, got "
@@ -82,22 +78,20 @@ def find_axis(
     if name in ambient.manual_axes:
         fact = f"{where}: inside shard_map over {name!r}, every device has only its own"
         raise MeshError(f"{fact} shard. Call it outside, on whole arrays.")
-    size = found.shape.get(name, 1) if found.shape else 1
-    return MeshAxis(name, size, found) if size > 1 else None
+    return MeshAxis(name, found.shape.get(name, 1), found)
 
 
 def on_auto_axes(
-    function: Callable[..., Any], axis: MeshAxis | None, specs: Any, *operands: Any
+    function: Callable[..., Any], axis: MeshAxis, specs: Any, *operands: Any
 ) -> Any:
     """Returns `function(axis, *operands)`, computed on Auto axes of the mesh.
 
     On Explicit ones, layouts would be parts of types. There, the results have `specs`.
     """
-    if axis is None or AxisType.Explicit not in axis.mesh.axis_types:
-        return function(axis, *operands)
     types, auto = axis.mesh.axis_types, {AxisType.Explicit: AxisType.Auto}
+    if axis.size == 1 or AxisType.Explicit not in types:
+        return function(axis, *operands)
     mesh = axis.mesh.update(axis_types=tuple(auto.get(x, x) for x in types))
-
     run = jax.sharding.auto_axes(
         functools.partial(function, replace(axis, mesh=mesh)),
         axes=tuple(axis.mesh.explicit_axes),

@@ -141,12 +141,10 @@ def pipeline(
     _checks.function("block", block, "params", "x", **where)
     count = _checks.count("microbatches", microbatches, **where)
     is_circular = _checks.choice("schedule", schedule, _SCHEDULES, **where) != "gpipe"
-    num_dims = 1 if rounds is None else 2
-    lead = _leading("stacked_params", stacked_params, num_dims)
+    lead = _leading("stacked_params", stacked_params, 1 if rounds is None else 2)
     (rows,) = _leading("x", x, 1)
     found = find_axis(axis, mesh, "pipeline", count)
-    size = 1 if found is None else found.size
-    what = "layers"
+    size, what = found.size, "layers"
     if rounds is not None:
         what, rounds = "layers of a round", _checks.count("rounds", rounds, **where)
         check(is_circular, f"{rounds=} is for schedule='circular': leave it out")
@@ -162,8 +160,8 @@ def pipeline(
         check(_form(y) == _form(x), fact, fix)
         return y
 
-    if found is None:
-        layers = _reshape(stacked_params, num_dims, (-1,))
+    if size == 1:
+        layers = _reshape(stacked_params, len(lead), (-1,))
         return jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
     elsewhere = {axis, *_jax.manual_axis_sizes()}
     row_axes = tuple(name for name in batch_axes(found.mesh) if name not in elsewhere)
@@ -177,7 +175,7 @@ def pipeline(
 
     def run(mesh_axis: MeshAxis, params: PyTree, x: X) -> X:
         grid = _Grid(mesh_axis, row_axes, (shards, count, rows // count // shards))
-        params = grid.lay(_reshape(params, num_dims, (rounds, size, -1)), 1)
+        params = grid.lay(_reshape(params, len(lead), (rounds, size, -1)), 1)
         return _run(grid, layer, params, x, remat=remat)
 
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, x)
@@ -217,7 +215,7 @@ class _Grid:
         """Returns the rows of a queue in their order."""
         shards, count, rows = self.split
         split = queue.reshape(-1, shards, rows, *queue.shape[3:])[:count]
-        return split.swapaxes(0, 1).reshape(shards * count * rows, *queue.shape[3:])
+        return split.swapaxes(0, 1).reshape(-1, *queue.shape[3:])
 
 
 def _run(
@@ -232,11 +230,10 @@ def _run(
     layers = [jax.tree.map(lambda p, i=i: p[:, :, i], params) for i in range(depth)]
 
     def stage(layers: Sequence[PyTree], number: jax.Array, x: X) -> X:
-        def pick(p: jax.Array) -> jax.Array:
-            return checkpoint_name(p[0] if rounds == 1 else p[number], _PARAMS)
-
-        for params in layers:
-            x = layer(jax.tree.map(pick, params), x)
+        index = 0 if rounds == 1 else number
+        for stack in layers:
+            params = jax.tree.map(lambda p: checkpoint_name(p[index], _PARAMS), stack)
+            x = layer(params, x)
         return x
 
     # The copy of a round's parameters is made again in any case.
@@ -247,6 +244,8 @@ def _run(
         policy=None if remat else most,
     )
 
+    # Not to store masks of the size of the state for the backward pass.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def exchange(state: X, queue: X, tick: jax.Array) -> tuple[X, X]:
         """Gives the first stage the next microbatch, in exchange for a finished one."""
         group, phase = tick // period, tick % period
@@ -264,9 +263,6 @@ def _run(
 
         pairs = jax.tree.map(leaf, state, queue)
         return jax.tree.transpose(jax.tree.structure(state), None, pairs)
-
-    # Not to store masks of the size of the state for the backward pass.
-    exchange = jax.checkpoint(exchange, prevent_cse=False)
 
     def step(carry: tuple[X, X], tick: jax.Array) -> tuple[tuple[X, X], None]:
         state, queue = exchange(*carry, tick)

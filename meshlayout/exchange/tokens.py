@@ -20,7 +20,6 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.arrays.placement import array_text
-from meshlayout.errors import LayoutError
 from meshlayout.exchange.axes import MeshAxis, find_axis, nearest, on_auto_axes, require
 from meshlayout.mesh import Mesh
 
@@ -77,29 +76,25 @@ def dispatch(
         >>> mesh = ml.create_mesh({"batch": 2, "expert": 4})
         >>> x, kernels = jnp.ones((8, 3, 5)), jnp.ones((8, 5, 2))
         >>> index = jnp.arange(8 * 3 * 2).reshape(8, 3, 2) % 8
-        >>> def experts(kernels, rows, group_sizes):
+        >>> def layer(kernels, rows, group_sizes):
         ...     return jax.lax.ragged_dot(rows, kernels, group_sizes)
-        >>> y = dispatch(
-        ...     x, index, index / 2, experts, kernels, axis="expert", mesh=mesh
-        ... )
+        >>> y = dispatch(x, index, index / 2, layer, kernels, axis="expert", mesh=mesh)
         >>> y.shape, y[0, :2].tolist()
         ((8, 3, 2), [[2.5, 2.5], [12.5, 12.5]])
     """
-    mesh_axis = find_axis(axis, mesh, "dispatch")
-    size, check = mesh_axis.size if mesh_axis else 1, partial(require, "dispatch")
+    mesh_axis, check = find_axis(axis, mesh, "dispatch"), partial(require, "dispatch")
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     leads, got = {shape[:1] for shape in shapes}, ", ".join(map(str, shapes)) or "none"
     fact = "all params must be stacked over the experts in their first dim"
     check(len(leads) == 1 and all(leads), f"{fact}, got {got}")
-    [[num_experts]] = leads
+    [[num_experts]], size = leads, mesh_axis.size
     fact = f"{num_experts} experts do not divide among the {size} devices of mesh axis"
     check(num_experts % size == 0, f"{fact} {axis!r}", nearest(num_experts, size))
     _checks.function("expert_fn", expert_fn, "params", "rows", "group_sizes")
-    x, index, weights = map(jnp.asarray, (x, expert_index, weights))
-    is_flat = x.ndim == index.ndim == 2
     if capacity is not None:
         capacity = _checks.count("capacity", capacity, where="dispatch")
-    fact = ""
+    x, index, weights = map(jnp.asarray, (x, expert_index, weights))
+    is_flat, fact = x.ndim == index.ndim == 2, ""
     if x.ndim != 3 and not is_flat:
         fact = "tokens must have the shape (batch, length, features)"
     elif index.shape != weights.shape or index.shape[:-1] != x.shape[:-1]:
@@ -116,45 +111,40 @@ def dispatch(
     tokens = [a[:, None] if is_flat else a for a in (x, index, weights)]
     exchange = _Exchange(num_experts, capacity, expert_fn, mesh_axis)
     spec = PartitionSpec(*jax.typeof(tokens[0]).sharding.spec[:2])
-    y = on_auto_axes(partial(_on_shards, exchange), mesh_axis, spec, tokens, params)
+    y = on_auto_axes(exchange.run, mesh_axis, spec, tokens, params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _on_shards(
-    exchange: "_Exchange", axis: MeshAxis | None, tokens: list[Any], params: PyTree
-) -> jax.Array:
-    """Runs an exchange, with rows sharded over its axis and those of batches."""
-    if axis is None:
-        return exchange.run(*tokens, params)
-    manual = _jax.manual_axis_sizes()
-    axes = tuple(name for name in batch_axes(axis.mesh) if name not in manual)
-    axes = axes if axis.name in axes else (*axes, axis.name)
-    num_rows = len(tokens[0])
-    padding = -num_rows % math.prod(axis.mesh.shape[name] for name in axes)
-    pads = [(0, padding), (0, 0), (0, 0)]
-    # Tokens of ones: gradients of rows of zeros may be NaN.
-    values = zip(tokens, (1, exchange.num_experts, 0), strict=True)
-    tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
-    rows = PartitionSpec(axes)
-    specs = (rows, rows, rows, PartitionSpec(axis.name))
-    return axis.shard_map(exchange.run, specs, rows, *axes)(*tokens, params)[:num_rows]
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How one device's tokens meet their experts; without an axis, all are here."""
+    """How tokens meet their experts along an axis; with size 1, all are here."""
 
     num_experts: int
     capacity: int | None
     expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    axis: MeshAxis | None
+    axis: MeshAxis
 
-    def run(self, *operands: Any) -> jax.Array:
+    def run(self, axis: MeshAxis, tokens: list[Any], params: PyTree) -> jax.Array:
+        """Returns the weighted sums, with rows sharded over this axis and batches'."""
+        if axis.size == 1:
+            return self._on_device(*tokens, params=params)
+        manual, num_rows = _jax.manual_axis_sizes(), len(tokens[0])
+        axes = tuple(name for name in batch_axes(axis.mesh) if name not in manual)
+        axes = axes if axis.name in axes else (*axes, axis.name)
+        padding = -num_rows % math.prod(axis.mesh.shape[name] for name in axes)
+        pads = [(0, padding), (0, 0), (0, 0)]
+        # Tokens of ones: gradients of rows of zeros may be NaN.
+        values = zip(tokens, (1, self.num_experts, 0), strict=True)
+        tokens = [jnp.pad(x, pads, constant_values=value) for x, value in values]
+        rows = PartitionSpec(axes)
+        specs = (rows, rows, rows, PartitionSpec(axis.name))
+        run = axis.shard_map(self._on_device, specs, rows, *axes)
+        return run(*tokens, params)[:num_rows]
+
+    def _on_device(self, x: Any, index: Any, weights: Any, params: Any) -> jax.Array:
         """Returns the weighted sums for the rows of one device, (rows, length, ...)."""
-        x, index, weights, params = operands
         num_rows, length, choices = index.shape
-        size = 1 if self.axis is None else self.axis.size
-        bucket = index.size
+        size, bucket = self.axis.size, index.size
         if self.capacity is not None:
             index = jax.vmap(self._within, (0, None))(index, self.capacity)
             bucket = min(bucket, num_rows * self.capacity * self.num_experts // size)
@@ -201,7 +191,7 @@ class _Exchange:
         """Returns what experts make of rows (devices, bucket, features), as a list."""
         shape = rows.shape[:2]
         rows = self._exchanged(rows).reshape(-1, rows.shape[-1])
-        if self.axis is None:
+        if self.axis.size == 1:
             return self._applied(params, rows, received[0])
         # Each device's are sorted by expert; now all are, together.
         ends = jnp.cumsum(received, axis=1)[:, None]
@@ -213,15 +203,16 @@ class _Exchange:
 
     def _applied(self, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         results = self.expert_fn(params, rows, sizes.astype("int32"))
-        if jnp.ndim(results) != 2 or len(results) != len(rows):
-            msg = f"dispatch: expert_fn must return ({len(rows)}, features) for rows "
-            raise LayoutError(f"{msg}{rows.shape}, got {jnp.shape(results)}.")
+        fact = f"expert_fn must return ({len(rows)}, features) for rows {rows.shape}"
+        fits = jnp.ndim(results) == 2 and len(results) == len(rows)
+        require("dispatch", fits, f"{fact}, got {jnp.shape(results)}")
         return results
 
     def _exchanged(self, x: jax.Array) -> jax.Array:
         """Sends entry i to device i of the axis; returns what all sent here."""
-        name = None if self.axis is None else self.axis.name
-        return x if name is None else jax.lax.all_to_all(x, name, 0, 0, tiled=True)
+        if self.axis.size == 1:
+            return x
+        return jax.lax.all_to_all(x, self.axis.name, 0, 0, tiled=True)
 
     def _within(self, index: jax.Array, capacity: int) -> jax.Array:
         """Returns the experts of one row's tokens, none for those above capacity."""

@@ -26,8 +26,7 @@ from meshlayout._batches import check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
-from meshlayout.exchange.gathers import gathering_once
-from meshlayout.exchange.halos import run_without
+from meshlayout.exchange.partitioner import gathering_once, run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.state import TrainState
 from meshlayout.step.inspection import Kinds, StepInspection, changes_of
@@ -380,8 +379,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             every = _jax.equations(jaxpr.jaxpr)
             if windows := [eqn for eqn in every if "window_strides" in eqn.params]:
                 placed = treedef.unflatten(map(_placed, leaves, program.layouts))
-                hidden = axes_to_hide(windows, jaxpr.jaxpr, placed)
-                inner = functools.partial(run_without, hidden, inner)
+                if hidden := axes_to_hide(windows, jaxpr.jaxpr, placed):
+                    inner = functools.partial(run_without, hidden, inner)
             result = inner()
         if self._donates:
             shapes = {*map(jnp.shape, jax.tree.leaves(args[0]))}

@@ -22,7 +22,7 @@ from meshlayout import _jax, _render
 from meshlayout._annotations import Equation, PyTree
 from meshlayout._paths import leaf_names
 from meshlayout.errors import StepError
-from meshlayout.exchange.halos import is_sure, may_shard
+from meshlayout.exchange.partitioner import is_sure, may_shard
 from meshlayout.metrics import Metrics
 
 
