@@ -1,8 +1,8 @@
 """Flax's batch statistics and metrics, over all replicas and without padding.
 
 BatchNorm and the metrics of NNX know no replica context, and would silently count
-padding. So they get the mask while a function is traced. (With an `axis_name`,
-BatchNorm averages the replicas' means, whatever their numbers of rows.)
+padding. So they get the mask while a function is traced. With an `axis_name`, BatchNorm
+averages the replicas' means, which must count by the replicas' numbers of rows.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
+from flax.linen import normalization as linen_normalization
+from flax.nnx.nn import normalization
 
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
@@ -39,6 +41,26 @@ def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> An
     module_call = ModuleCall("", norm, partial(call, norm))
     masked = weight_mask(_mask())(module_call)
     return masked(*(args or (kwargs.pop("x"),)), **kwargs)
+
+
+def _synchronized(compute: Any) -> Any:
+    """Makes a mean and variance over all replicas those of their real rows."""
+
+    def replacement(
+        x: Any, axes: Any, dtype: Any, axis_name: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        context, mask = get_replica_context(), options.get("mask")
+        if mask is None or _mask() is None or axis_name != context.axis_name:
+            return compute(x, axes, dtype, axis_name, *args, **options)
+        mean, var = compute(x, axes, dtype, None, *args, **options)
+        # A replica without any real row has a mask of ones.
+        count = jnp.broadcast_to(mask, x.shape).sum(axes) * _mask().max()
+        total = partial(context.combine, ReduceOp.SUM)
+        share = count / jnp.maximum(total(count), 1)
+        mean, squares = total(mean * share), total((var + jnp.abs(mean) ** 2) * share)
+        return mean, jnp.maximum(squares - jnp.abs(mean) ** 2, 0)
+
+    return replacement
 
 
 def _averaged(metric: Any, update: Any, mask: Any = None, **kwargs: Any) -> None:
@@ -91,6 +113,8 @@ def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
 
 # If Flax renames one, padding counts: tests/test_distribute_padding.py notices.
 _patches = SharedPatches(
+    (normalization, "_compute_stats", _synchronized),
+    (linen_normalization, "_compute_stats", _synchronized),
     (nnx.BatchNorm, "__call__", lambda call: partialmethod(_normalized, call)),
     (nnx.metrics.Average, "update", lambda call: partialmethod(_averaged, call)),
     (nnx.metrics.Welford, "update", lambda call: partialmethod(_merged, call)),

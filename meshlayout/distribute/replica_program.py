@@ -156,8 +156,8 @@ class ReplicaProgram:
                 path, how = self.roots.path_of(variable), "copy.deepcopy(model)"
                 raise StrategyError(f"{path} {fact} {how}, or np.array(x).")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-            x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
-            return jax.lax.optimization_barrier(x)
+            x = jnp.zeros(x.shape, x.dtype) if is_abstract else x
+            return jax.lax.optimization_barrier(_strong(x))
 
         return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
 

@@ -38,6 +38,7 @@ from meshlayout.distribute.variables import (
     aggregation,
     current,
     frozen,
+    keep_numbers,
     raw_value,
     set_raw_value,
     unwatched,
@@ -106,6 +107,9 @@ class ReplicaTrace:
             live = object.__getattribute__(node, "__dict__")
             state = live.get(STATE)
             if state is not None and not self._is_made(state, _state_trace_slot):
+                if issubclass(type(node), nnx.Optimizer):
+                    level = _state_trace_slot.__get__(state)
+                    keep_numbers([live["opt_state"]], level)
                 self.nodes[id(node)] = node, dict(live), frozen(live)
 
     def check_attributes(self, name: str) -> None:

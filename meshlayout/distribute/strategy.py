@@ -280,7 +280,8 @@ class Strategy(_checks.WithReflexes):
                 return x
             if aggregation(variable) == "per_replica" and self.mesh.size > 1:
                 return values.per_replica([x] * len(self.mesh.local_devices), self.mesh)
-            x = x if hasattr(x, "dtype") else jnp.asarray(x)
+            if not isinstance(x, jax.ShapeDtypeStruct):  # a number, or one set by Flax
+                x = _jax.with_weak_type(jnp.asarray(x), weak_type=False)
             sharding = self._layout(x.shape, x.dtype).sharding
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

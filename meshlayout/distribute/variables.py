@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshlayout import _checks
@@ -76,10 +78,28 @@ def frozen(value: Leaf) -> Any:
 def _views(values: Iterable[Any]) -> Iterator[Collection[Any]]:
     """Yields the values in nested dicts and lists as they change."""
     for value in values:
-        if type(value) is list or type(value) is dict:
+        if isinstance(value, tuple):
+            yield from _views(value)
+        elif type(value) is list or type(value) is dict:
             view = value.values() if isinstance(value, dict) else value
             yield view
             yield from _views(view)
+
+
+def keep_numbers(value: Any, level: Any) -> None:
+    """Puts Variables of a trace where a user has assigned numbers in optimizer states.
+
+    As in `opt_state.hyperparams["learning_rate"] = 0.1`, over Flax's own Variable: an
+    update assigns there, and a program returns only what Variables hold.
+    """
+    is_dict = type(value) is dict
+    for key, x in value.items() if is_dict else enumerate(value):
+        if is_dict and isinstance(x, jax.Array | np.ndarray | np.generic | int | float):
+            with unwatched(), jax.ensure_compile_time_eval():
+                value[key] = nnx.OptArray(jnp.asarray(x))
+                setattr(value[key], TRACE, level)
+        elif isinstance(x, list | tuple | dict):
+            keep_numbers(x, level)
 
 
 class Modes:
