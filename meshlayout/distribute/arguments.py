@@ -109,8 +109,10 @@ class Arguments:
             name = next((name for name, y in self.named() if y is x), "of a state")
             msg = f"run: the argument {name} is {_checks.shown(x)}. A replica's "
             msg += "function takes arrays, numbers, values of replicas and NNX objects"
-            msg += "; fix anything else with functools.partial or a closure."
-            raise StrategyError(msg)
+            hint = "; fix anything else with functools.partial or a closure."
+            if isinstance(x, Iterator):
+                hint = ": call next(iterator) outside, run(fn, args=(next(iterator),))."
+            raise StrategyError(msg + hint)
         return x
 
     def named(self) -> Iterator[tuple[str, Any]]:

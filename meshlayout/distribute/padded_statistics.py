@@ -5,55 +5,52 @@ padding. So they get the mask while a function is traced. With an `axis_name`, B
 averages the replicas' means, which must count by the replicas' numbers of rows.
 """
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial, partialmethod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, nnx
+import numpy as np
+from flax import nnx
 from flax.linen import normalization as linen_normalization
 from flax.nnx.nn import normalization
 
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import ReduceOp, get_replica_context
 from meshlayout.errors import StrategyError
-from meshlayout.step.model_call import ModuleCall, intercepting, weight_mask
-
-
-@contextlib.contextmanager
-def padding_left_out() -> Iterator[None]:
-    """Excludes padding from statistics updated inside, in a replica context."""
-    # Linen has interceptors for module calls; NNX does not.
-    masks = () if _mask() is None else (weight_mask(_mask()),)
-    with _patches, intercepting(nn.Module(), masks):
-        yield
 
 
 def _mask() -> Any:
     return getattr(get_replica_context(), "mask", None)
 
 
-def _normalized(norm: nnx.BatchNorm, call: Any, *args: Any, **kwargs: Any) -> Any:
-    if _mask() is None:
-        return call(norm, *args, **kwargs)
-    module_call = ModuleCall("", norm, partial(call, norm))
-    masked = weight_mask(_mask())(module_call)
-    return masked(*(args or (kwargs.pop("x"),)), **kwargs)
+def _is_real(what: str, x: jax.Array) -> jax.Array:
+    """Returns which rows of an array are no padding, to broadcast over its dims."""
+    mask = _mask()
+    if x.shape[:1] != mask.shape:
+        msg = f"{what}: values of shape {x.shape} are not one per row of this "
+        msg += f"replica's batch of {len(mask)} rows, some of which may be padding. "
+        raise StrategyError(f"{msg}Give one value or array per row, or mask=.")
+    return mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
 
 
-def _synchronized(compute: Any) -> Any:
-    """Makes a mean and variance over all replicas those of their real rows."""
+def _masked(compute: Any) -> Any:
+    """Leaves padding out of the mean and variance that a BatchNorm computes."""
 
     def replacement(
         x: Any, axes: Any, dtype: Any, axis_name: Any = None, *args: Any, **options: Any
     ) -> Any:
-        context, mask = get_replica_context(), options.get("mask")
-        if mask is None or _mask() is None or axis_name != context.axis_name:
+        context = get_replica_context()
+        if _mask() is None or 0 not in np.ravel(axes):  # such as a LayerNorm's
+            return compute(x, axes, dtype, axis_name, *args, **options)
+        mask = options.get("mask")
+        if mask is None:
+            is_real = _is_real("BatchNorm", x)
+            # Without any real row all count, so that nothing is NaN.
+            mask = options["mask"] = is_real | ~is_real.any()
+        if axis_name != context.axis_name:
             return compute(x, axes, dtype, axis_name, *args, **options)
         mean, var = compute(x, axes, dtype, None, *args, **options)
-        # A replica without any real row has a mask of ones.
         count = jnp.broadcast_to(mask, x.shape).sum(axes) * _mask().max()
         total = partial(context.combine, ReduceOp.SUM)
         share = count / jnp.maximum(total(count), 1)
@@ -96,26 +93,19 @@ def _merged(metric: Any, update: Any, **kwargs: Any) -> None:
 
 def _weighted(metric: Any, kwargs: Any, mask: Any = None) -> tuple[Any, Any]:
     """Returns a metric's values, with 1 for each that is real and 0 for padding."""
-    values = jnp.asarray(kwargs[metric.argname])
-    padding, weights = _mask(), jnp.float32(1)
+    values, padding = jnp.asarray(kwargs[metric.argname]), _mask()
+    weights: Any = jnp.float32(1 if mask is None else mask)
     if padding is not None and not values.ndim:
-        weights = padding.max()  # one number counts once, if any row is real
-    elif padding is not None and len(values) == len(padding):
-        weights = padding.reshape(-1, *[1] * (values.ndim - 1))
-    elif padding is not None and mask is None:
-        msg = f"{type(metric).__name__}.update: values of shape {values.shape} are not "
-        msg += f"one per row of this replica's batch of {len(padding)} rows, some of "
-        msg += "which may be padding. Give one value, or one array, per row."
-        raise StrategyError(msg)
-    weights = weights * (1 if mask is None else mask)
+        weights *= padding.max()  # one number counts once, if any row is real
+    elif padding is not None and (mask is None or len(values) == len(padding)):
+        weights *= _is_real(f"{type(metric).__name__}.update", values)
     return values, jnp.broadcast_to(weights, values.shape)
 
 
 # If Flax renames one, padding counts: tests/test_distribute_padding.py notices.
-_patches = SharedPatches(
-    (normalization, "_compute_stats", _synchronized),
-    (linen_normalization, "_compute_stats", _synchronized),
-    (nnx.BatchNorm, "__call__", lambda call: partialmethod(_normalized, call)),
+padding_left_out = SharedPatches(
+    (normalization, "_compute_stats", _masked),
+    (linen_normalization, "_compute_stats", _masked),
     (nnx.metrics.Average, "update", lambda call: partialmethod(_averaged, call)),
     (nnx.metrics.Welford, "update", lambda call: partialmethod(_merged, call)),
 )

@@ -108,8 +108,7 @@ class ReplicaTrace:
             state = live.get(STATE)
             if state is not None and not self._is_made(state, _state_trace_slot):
                 if issubclass(type(node), nnx.Optimizer):
-                    level = _state_trace_slot.__get__(state)
-                    keep_numbers([live["opt_state"]], level)
+                    keep_numbers(live["opt_state"], _state_trace_slot.__get__(state))
                 self.nodes[id(node)] = node, dict(live), frozen(live)
 
     def check_attributes(self, name: str) -> None:
@@ -250,13 +249,12 @@ class ReplicaTrace:
         if self._decide(lambda: bool(given & terms) or self._is_combined(x)):
             return x
         if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
-            msg = (
+            raise StrategyError(
                 "the gradients given to optimizer.update are computed from what "
                 "jax.lax.ppermute has sent between replicas, and may be their sum "
                 "already. Add them up by get_replica_context().all_reduce('SUM', "
                 "grads), or send within the function that is differentiated."
             )
-            raise StrategyError(msg)
         with unwatched():  # this sum is ours
             return self.context.combine(ReduceOp.SUM, x)
 
@@ -285,13 +283,12 @@ class ReplicaTrace:
             return "add"
         if not self._is_marked(ADDED_UP, new):
             return "assign" if kind == "sum" else None
-        msg = (
+        raise StrategyError(
             f"the new value of the variable {self._path_of(variable)} is computed from "
             "the old one. Write `variable[...] += change`, outside of nnx.jit, which "
             "is added up; or combine what differs, as all_reduce('MAX', x) does, and "
             "set a variable without aggregation='sum'."
         )
-        raise StrategyError(msg)
 
     def _combined(self, how: str, old: Leaf, new: Leaf) -> jax.Array:
         context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM
