@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
@@ -47,11 +46,7 @@ class Arguments:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mesh: Mesh,
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
     ) -> None:
         self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
         self.arrays: list[Any] = []

@@ -40,18 +40,16 @@ def _masked(compute: Any) -> Any:
     def replacement(
         x: Any, axes: Any, dtype: Any, axis_name: Any = None, *args: Any, **options: Any
     ) -> Any:
-        context = get_replica_context()
+        context: Any = get_replica_context()
         if _mask() is None or 0 not in np.ravel(axes):  # such as a LayerNorm's
             return compute(x, axes, dtype, axis_name, *args, **options)
-        mask = options.get("mask")
-        if mask is None:
+        if options.get("mask") is None:  # without any real row, all count: no NaN
             is_real = _is_real("BatchNorm", x)
-            # Without any real row all count, so that nothing is NaN.
-            mask = options["mask"] = is_real | ~is_real.any()
+            options["mask"] = is_real | ~is_real.any()
         if axis_name != context.axis_name:
             return compute(x, axes, dtype, axis_name, *args, **options)
         mean, var = compute(x, axes, dtype, None, *args, **options)
-        count = jnp.broadcast_to(mask, x.shape).sum(axes) * _mask().max()
+        count = jnp.broadcast_to(options["mask"], x.shape).sum(axes) * _mask().max()
         total = partial(context.combine, ReduceOp.SUM)
         share = count / jnp.maximum(total(count), 1)
         mean, squares = total(mean * share), total((var + jnp.abs(mean) ** 2) * share)

@@ -1,18 +1,14 @@
 """What a replica's function does to Variables and modules, watched while it is traced.
 
-Reads and writes are watched where all of them pass: at the slot of a Variable's value,
-exchanged for a property while a trace is open. In the thread of that trace, a Variable
-that was made outside has a traced value, and belongs to the trace as Flax sees it; the
-slot itself never changes, so other threads see what they always saw. Attributes of
-modules are put back after a trace.
+Reads and writes are watched at the slot of a Variable's value, exchanged for a property
+while a trace is open. The slot itself never changes, so other threads see what they
+always saw. Attributes of modules are put back after a trace.
 
-Optimizers add up the gradients of all replicas, except what the function has combined
-itself or got from outside, and a Variable says how what replicas write is combined.
-The first trace, under `jax.vmap`, tells which values differ between replicas. Whether
-an equal gradient was combined (that of a regularization loss does not depend on the
-batch, and each replica has its part), and what is computed from a Variable's old value,
-marks tell, with which the first trace begins anew where they are needed. A mark is an
-axis of a `vmap` that has no other use: JAX carries it along through every operation.
+The first trace, under `jax.vmap`, tells which values differ between replicas. Marks
+tell whether an equal gradient was combined (that of a regularization loss does not
+depend on the batch, and each replica has its part), and what is computed from a
+Variable's old value; where they are needed, the first trace begins anew with them. A
+mark is an axis of a `vmap` without another use: JAX carries it through every operation.
 """
 
 import functools

@@ -347,12 +347,7 @@ class StrategyExtended:
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; outside of scopes, one with a single replica.
-
-    Examples:
-        >>> get_strategy().num_replicas_in_sync
-        1
-    """
+    """Returns the current strategy; outside of scopes, one with a single replica."""
     return _current.get() or _default_strategy()
 
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -81,11 +81,7 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
         if type(value) is list or type(value) is dict:
             yield value
         if isinstance(value, list | tuple) or type(value) is dict:
-            yield from _containers(_items(value))
-
-
-def _items(container: Any) -> Collection[Any]:
-    return container.values() if type(container) is dict else container
+            yield from _containers(value.values() if isinstance(value, dict) else value)
 
 
 def keep_numbers(optimizer_state: PyTree, level: Any) -> None:
@@ -118,7 +114,8 @@ class Modes:
         self._look()
 
     def _look(self) -> None:
-        self._views = [*map(_items, _containers(self._attributes))]
+        containers = _containers(self._attributes)
+        self._views = [x.values() if isinstance(x, dict) else x for x in containers]
         self._before = [*itertools.chain.from_iterable(self._views)]
 
     def are_current(self) -> bool:
