@@ -92,7 +92,7 @@ def test_all_differences_stand_side_by_side_with_near_names():
         "dtype    n i32[3]            n f32[3]\n"
         "extra                        heads/kernel f32[8]\n"
         "extra                        old f32[8]\n"
-        r"Names match with rename={'^heads\\.': 'head/'}. "
+        r"Some names match with rename={'^heads\\.': 'head/'}. "
         f"{ADVICE}"
     )
     diff = copy.copy(caught.value).diff
@@ -123,7 +123,7 @@ def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra(caplog):
     assert "fit the state to restore: 1 missing, 1 extra.\n" in message
     nested = {"net": {"d": numbered("w")}, "mu": {"d": numbered("w")}}
     message = error_of(restored, nested, {"d": numbered("w")}, partial=True)
-    assert "\nNames match with rename={'^mu\\\\.': ''}. " in message
+    assert "\nSome names match with rename={'^mu\\\\.': ''}. " in message
     # The number of a step is in any state.
     states = [numbered(name) | {"step": np.int32(3)} for name in "ab"]
     assert "1 missing, 1 extra.\n" in error_of(restored, *states, partial=True)

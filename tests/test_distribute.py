@@ -201,6 +201,12 @@ def test_variables_of_another_strategy_are_moved_but_those_of_each_replica(two):
             "functools.partial or a closure.",
         ),
         (
+            lambda s: s.run(jnp.sin, args=(iter(s.distribute_dataset(np.ones(4), 2)),)),
+            "run: the argument x is a DataIterator. A replica's function takes arrays, "
+            "numbers, values of replicas and NNX objects: call next(iterator) outside, "
+            "run(fn, args=(next(iterator),)).",
+        ),
+        (
             lambda s: s.run(
                 jnp.sin,
                 args=(ml.relayout(np.ones(8), ml.create_mesh().layout("batch")),),

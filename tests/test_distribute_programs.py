@@ -20,6 +20,7 @@ import meshlayout as ml
 from meshlayout.distribute import get_replica_context
 from meshlayout.errors import RecompileWarning, StrategyError
 from tests.error_messages import message_of
+from tests.flax_versions import set_value
 from tests.replicas import Scale, made, mirrored, scale, split, total
 
 
@@ -130,6 +131,25 @@ def test_modes_and_static_attributes_are_those_of_the_call(two):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nnx.Dropout, "__call__", None)  # a trace would fail
         assert not run().all()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_assigned_learning_rate_is_that_of_the_next_call(replicas):
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    hyperparams, changes = optimizer.opt_state.hyperparams, list[float]()
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    assign = functools.partial(hyperparams.__setitem__, "learning_rate")
+    set_rate = lambda x: set_value(hyperparams["learning_rate"], x)
+    for way in (assign, set_rate, lambda x: assign(jnp.float32(x)), set_rate):
+        way(len(changes) / 2)
+        before = np.array(model.kernel[...])
+        strategy.run(lambda: optimizer.update(model, grads))
+        changes.append((before - model.kernel[...]).item())
+    np.testing.assert_allclose(changes, [0, 0.5, 1, 1.5], atol=1e-6)
 
 
 def test_numbers_are_seen_by_a_function_that_is_defined_anew(two):

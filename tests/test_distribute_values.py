@@ -172,7 +172,8 @@ def test_a_value_is_not_used_as_one_array(two, operation):
     assert message_of(operation, values_of(two, 1.0, 2.0)) == (
         "a value of 2 replicas was used as one array. Combine it first, with "
         "strategy.reduce('SUM', value, axis=None) or strategy.gather(value, axis=0), "
-        "or compute in strategy.run."
+        "or compute in strategy.run. A train step takes "
+        "ml.distribute_dataset(source, mesh, ...)."
     )
 
 

@@ -510,7 +510,7 @@ def _renaming(path: str, names: Collection[str], separator: str) -> str:
     if best is None:
         return ""
     rename = {f"^{re.escape(best[1].replace('/', separator))}": best[3]}
-    return f"Names match with {rename=}. "
+    return f"Some names match with {rename=}. "
 
 
 def _without_flax(paths: Sequence[str]) -> Sequence[str]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
@@ -47,11 +46,7 @@ class Arguments:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mesh: Mesh,
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh
     ) -> None:
         self._fn, self._call, self._mesh = fn, (args, kwargs), mesh
         self.arrays: list[Any] = []
@@ -109,8 +104,10 @@ class Arguments:
             name = next((name for name, y in self.named() if y is x), "of a state")
             msg = f"run: the argument {name} is {_checks.shown(x)}. A replica's "
             msg += "function takes arrays, numbers, values of replicas and NNX objects"
-            msg += "; fix anything else with functools.partial or a closure."
-            raise StrategyError(msg)
+            hint = "; fix anything else with functools.partial or a closure."
+            if isinstance(x, Iterator):
+                hint = ": call next(iterator) outside, run(fn, args=(next(iterator),))."
+            raise StrategyError(msg + hint)
         return x
 
     def named(self) -> Iterator[tuple[str, Any]]:

@@ -32,15 +32,6 @@ class CentralStorageStrategy(MirroredStrategy):
     Raises:
         StrategyError: If programs on these devices cannot read the host's memory, as
             those of jax 0.7 on CPUs.
-
-    Examples:
-        >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> strategy = ml.distribute.CentralStorageStrategy()
-        >>> with strategy.scope():
-        ...     model = nnx.Linear(256, 512, rngs=nnx.Rngs(0))
-        >>> jax.tree.leaves(nnx.state(model))[0].sharding.memory_kind
-        'pinned_host'
     """
 
     def __init__(self, devices: Iterable[Any] | None = None) -> None:

@@ -60,13 +60,12 @@ def _batch_size(replicas: int, is_own: object, rows: int | None) -> int:
     """Returns the rows of a global batch, for a source whose first one has `rows`."""
     if not rows or is_own or rows % replicas:
         what = "is of single examples" if rows is None else f"has {rows} rows"
-        msg = (
+        raise StrategyError(
             f"the first element of the source {what}, which does not say how many rows "
             f"a batch of all {replicas} replicas has. Give global_batch_size=, such as "
             f"{-(-(rows or 1) // replicas) * replicas}: batches are then cut anew, and "
             "a short last one is padded."
         )
-        raise StrategyError(msg)
     return rows
 
 

@@ -150,14 +150,14 @@ class ReplicaProgram:
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
-                fact = (
-                    "was used up: run reuses the memory of what it changes. Copy it by"
+                msg = (
+                    f"{self.roots.path_of(variable)} was used up: run reuses the memory"
                 )
-                path, how = self.roots.path_of(variable), "copy.deepcopy(model)"
-                raise StrategyError(f"{path} {fact} {how}, or np.array(x).")
+                msg += " of what it changes. Copy it by copy.deepcopy(model), or "
+                raise StrategyError(f"{msg}np.array(x).")
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-            x = jnp.zeros(x.shape, x.dtype) if is_abstract else jnp.asarray(x)
-            return jax.lax.optimization_barrier(x)
+            x = jnp.zeros(x.shape, x.dtype) if is_abstract else x
+            return jax.lax.optimization_barrier(_strong(x))
 
         return jax.tree.map(value, raw_value(variable), is_leaf=is_per_replica)
 
@@ -178,7 +178,7 @@ class ReplicaProgram:
             if aggregation(x) != "per_replica" and trace.differs(trace.values[id(x)])
         ]
         if differing:
-            msg = (
+            raise StrategyError(
                 f"{self._name} would leave different values of "
                 f"{', '.join(differing[:3])} on the replicas: the new values are "
                 "computed from what differs between them. Combine that first, as "
@@ -186,7 +186,6 @@ class ReplicaProgram:
                 "variable's values become one: nnx.Variable(x, aggregation='mean'), "
                 "or 'sum', 'first', 'per_replica'."
             )
-            raise StrategyError(msg)
         self._check_states(arguments.unflatten(inputs), trace, result)
         arrays, self._treedef = _flattened(self._name, result)
         self._shapes = [x.shape for x in arrays]
@@ -197,7 +196,7 @@ class ReplicaProgram:
             for x in self._changed
         )
         if rows and not is_safe and not trace.context.mask_was_read:
-            msg = (
+            raise StrategyError(
                 f"{self._name} got a short batch, which is padded to the shape of the "
                 "others, and did not ask which rows are real: padding would count. Use "
                 "losses.compute_average_loss, which asks; or multiply by "
@@ -206,7 +205,6 @@ class ReplicaProgram:
                 "or leave such batches out with distribute_dataset(..., "
                 "remainder='drop')."
             )
-            raise StrategyError(msg)
 
     def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
         """Refuses a Linen state that is returned with differing changes.
@@ -225,13 +223,12 @@ class ReplicaProgram:
             names = [text(key) for key, x in after if trace.differs(x)]
             ids = {id(x) for x in before if np.ndim(x)}
             if names and any(ids & trace.terms_of(x) for _, x in after):
-                msg = (
+                raise StrategyError(
                     f"{self._name} returns a state that came in the same on all "
                     f"replicas, and would leave different values of {', '.join(names)} "
                     "on them. Combine gradients and losses first: "
                     "get_replica_context().all_reduce('SUM', grads)."
                 )
-                raise StrategyError(msg)
 
     def _traced(
         self,
@@ -253,7 +250,7 @@ class ReplicaProgram:
             _without_collecting(),
             patches,
             _jax.short_sharding_errors,  # Flax asks for one at each value
-            padding_left_out(),
+            padding_left_out,
             ReplicaTrace(context, value_of, **options) as trace,
         ):
             for x in itertools.compress(arrays, map(operator.not_, arguments.is_own)):
@@ -326,14 +323,13 @@ class ReplicaProgram:
         if rows and (x.shape[:1], shape[:1]) == ((rows // 2,), (rows,)):
             self._aligned.add(index)
         elif x.shape != shape:
-            msg = (
+            raise StrategyError(
                 f"{self._name} got a short batch and returned an array of shape "
                 f"{x.shape}, which is not one value for each of a replica's "
                 f"{rows // 2} rows: which of its values are padding is unknown. "
                 "Combine rows with get_replica_context().example_mask, or leave such "
                 "batches out with distribute_dataset(..., remainder='drop')."
             )
-            raise StrategyError(msg)
         return x if shape else x[None]
 
     def _place(self) -> None:

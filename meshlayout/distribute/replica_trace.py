@@ -1,18 +1,14 @@
 """What a replica's function does to Variables and modules, watched while it is traced.
 
-Reads and writes are watched where all of them pass: at the slot of a Variable's value,
-exchanged for a property while a trace is open. In the thread of that trace, a Variable
-that was made outside has a traced value, and belongs to the trace as Flax sees it; the
-slot itself never changes, so other threads see what they always saw. Attributes of
-modules are put back after a trace.
+Reads and writes are watched at the slot of a Variable's value, exchanged for a property
+while a trace is open. The slot itself never changes, so other threads see what they
+always saw. Attributes of modules are put back after a trace.
 
-Optimizers add up the gradients of all replicas, except what the function has combined
-itself or got from outside, and a Variable says how what replicas write is combined.
-The first trace, under `jax.vmap`, tells which values differ between replicas. Whether
-an equal gradient was combined (that of a regularization loss does not depend on the
-batch, and each replica has its part), and what is computed from a Variable's old value,
-marks tell, with which the first trace begins anew where they are needed. A mark is an
-axis of a `vmap` that has no other use: JAX carries it along through every operation.
+The first trace, under `jax.vmap`, tells which values differ between replicas. Marks
+tell whether an equal gradient was combined (that of a regularization loss does not
+depend on the batch, and each replica has its part), and what is computed from a
+Variable's old value; where they are needed, the first trace begins anew with them. A
+mark is an axis of a `vmap` without another use: JAX carries it through every operation.
 """
 
 import functools
@@ -38,6 +34,7 @@ from meshlayout.distribute.variables import (
     aggregation,
     current,
     frozen,
+    keep_numbers,
     raw_value,
     set_raw_value,
     unwatched,
@@ -106,6 +103,8 @@ class ReplicaTrace:
             live = object.__getattribute__(node, "__dict__")
             state = live.get(STATE)
             if state is not None and not self._is_made(state, _state_trace_slot):
+                if issubclass(type(node), nnx.Optimizer):
+                    keep_numbers(live["opt_state"], _state_trace_slot.__get__(state))
                 self.nodes[id(node)] = node, dict(live), frozen(live)
 
     def check_attributes(self, name: str) -> None:
@@ -246,13 +245,12 @@ class ReplicaTrace:
         if self._decide(lambda: bool(given & terms) or self._is_combined(x)):
             return x
         if self._earlier is None and self._is_marked(SENT, x) and self.differs(x):
-            msg = (
+            raise StrategyError(
                 "the gradients given to optimizer.update are computed from what "
                 "jax.lax.ppermute has sent between replicas, and may be their sum "
                 "already. Add them up by get_replica_context().all_reduce('SUM', "
                 "grads), or send within the function that is differentiated."
             )
-            raise StrategyError(msg)
         with unwatched():  # this sum is ours
             return self.context.combine(ReduceOp.SUM, x)
 
@@ -281,13 +279,12 @@ class ReplicaTrace:
             return "add"
         if not self._is_marked(ADDED_UP, new):
             return "assign" if kind == "sum" else None
-        msg = (
+        raise StrategyError(
             f"the new value of the variable {self._path_of(variable)} is computed from "
             "the old one. Write `variable[...] += change`, outside of nnx.jit, which "
             "is added up; or combine what differs, as all_reduce('MAX', x) does, and "
             "set a variable without aggregation='sum'."
         )
-        raise StrategyError(msg)
 
     def _combined(self, how: str, old: Leaf, new: Leaf) -> jax.Array:
         context, new, op = self.context, jnp.asarray(new), ReduceOp.SUM

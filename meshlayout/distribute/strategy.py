@@ -280,7 +280,8 @@ class Strategy(_checks.WithReflexes):
                 return x
             if aggregation(variable) == "per_replica" and self.mesh.size > 1:
                 return values.per_replica([x] * len(self.mesh.local_devices), self.mesh)
-            x = x if hasattr(x, "dtype") else jnp.asarray(x)
+            if not isinstance(x, jax.ShapeDtypeStruct):  # a number, or one set by Flax
+                x = _jax.with_weak_type(jnp.asarray(x), weak_type=False)
             sharding = self._layout(x.shape, x.dtype).sharding
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -346,12 +347,7 @@ class StrategyExtended:
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; outside of scopes, one with a single replica.
-
-    Examples:
-        >>> get_strategy().num_replicas_in_sync
-        1
-    """
+    """Returns the current strategy; outside of scopes, one with a single replica."""
     return _current.get() or _default_strategy()
 
 

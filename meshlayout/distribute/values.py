@@ -50,14 +50,6 @@ class PerReplica(DistributedValues):
             which come first on each replica, 0 for padding; None without padding.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> PerReplica(jnp.array([1.0, 2.0]), num_replicas=2, is_scalar=True)
-        PerReplica:{
-          0: Array(1., dtype=float32),
-          1: Array(2., dtype=float32)
-        }
     """
 
     array: jax.Array
@@ -98,8 +90,10 @@ class PerReplica(DistributedValues):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         msg = f"a value of {self.num_replicas} replicas was used as one array. Combine "
         msg += "it first, with strategy.reduce('SUM', value, axis=None) or "
-        msg += "strategy.gather(value, axis=0), or compute in strategy.run."
-        raise StrategyError(msg)
+        msg += (
+            "strategy.gather(value, axis=0), or compute in strategy.run. A train step"
+        )
+        raise StrategyError(f"{msg} takes ml.distribute_dataset(source, mesh, ...).")
 
     # Python's own errors do not say what to do; NumPy would make an array of objects,
     # and any value would be true.

@@ -4,15 +4,17 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshlayout import _checks
-from meshlayout._annotations import Leaf
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StrategyError
 
 
@@ -73,13 +75,28 @@ def frozen(value: Leaf) -> Any:
     return type(value), id(value) if is_object else value
 
 
-def _views(values: Iterable[Any]) -> Iterator[Collection[Any]]:
-    """Yields the values in nested dicts and lists as they change."""
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields the dicts and lists in nested ones, and in tuples."""
     for value in values:
         if type(value) is list or type(value) is dict:
-            view = value.values() if isinstance(value, dict) else value
-            yield view
-            yield from _views(view)
+            yield value
+        if isinstance(value, list | tuple) or type(value) is dict:
+            yield from _containers(value.values() if isinstance(value, dict) else value)
+
+
+def keep_numbers(optimizer_state: PyTree, level: Any) -> None:
+    """Puts Variables of a trace where a user has assigned numbers.
+
+    As in `opt_state.hyperparams["learning_rate"] = 0.1`, over Flax's own Variable: an
+    update assigns there, and a program returns only what Variables hold.
+    """
+    numbers = jax.Array | np.ndarray | np.generic | int | float
+    for container in _containers([optimizer_state]):
+        for key, x in container.items() if type(container) is dict else ():
+            if isinstance(x, numbers):
+                with unwatched(), jax.ensure_compile_time_eval():
+                    container[key] = nnx.optimizer.OptArray(jnp.asarray(x))
+                    setattr(container[key], TRACE, level)
 
 
 class Modes:
@@ -97,13 +114,14 @@ class Modes:
         self._look()
 
     def _look(self) -> None:
-        self._containers = [*_views(self._attributes)]
-        self._before = [*itertools.chain.from_iterable(self._containers)]
+        containers = _containers(self._attributes)
+        self._views = [x.values() if isinstance(x, dict) else x for x in containers]
+        self._before = [*itertools.chain.from_iterable(self._views)]
 
     def are_current(self) -> bool:
         """Returns whether all attributes are unchanged."""
-        if sum(map(len, self._containers)) == len(self._before):
-            now = itertools.chain.from_iterable(self._containers)
+        if sum(map(len, self._views)) == len(self._before):
+            now = itertools.chain.from_iterable(self._views)
             if all(map(operator.is_, now, self._before)):
                 return True
         if list(map(frozen, self._attributes)) != self._frozen:

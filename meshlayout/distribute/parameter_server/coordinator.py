@@ -307,12 +307,11 @@ class VariableStore:
             parts = [{n for n in names if places[n][0] == server} for server in servers]
             trees = params, values, state
             if len(parts) > 1 and any(_mixes(optimizer.tx, *trees, x) for x in parts):
-                msg = "the optimizer looks at all parameters at once, as clipping by "
-                msg += (
-                    f"the global norm does, and they are on {len(parts)} servers. Use"
+                raise StrategyError(
+                    "the optimizer looks at all parameters at once, as clipping by the "
+                    f"global norm does, and they are on {len(parts)} servers. Use "
+                    "num_servers=1; or clip the gradients before optimizer.update."
                 )
-                msg += " num_servers=1; or clip the gradients before optimizer.update."
-                raise StrategyError(msg)
             leaves = (_paths.flatten(tree).leaves for tree in (state, values))
             pairs = zip(jax.tree.leaves(slots), find_slots(*leaves), strict=True)
             added = {n: places[names[x.param]] if x else servers for n, x in pairs}
