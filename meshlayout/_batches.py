@@ -49,13 +49,16 @@ def batch_layout(mesh: Mesh) -> Layout:
 def leaf_layout(layout: Layout, rank: int) -> Layout:
     """Returns the layout of one leaf of a batch, whose rank includes the batch dim.
 
-    Dims that the layout does not name are unsharded; a vector takes its first entry.
+    Dims that the layout does not name are unsharded; a vector takes its first entry,
+    and others may lack unsharded last ones, as masks lack the channels of images.
     """
     specs = layout.specs
+    while len(specs) > rank and specs[-1] is None:
+        specs = specs[:-1]
     if rank == 1:
         specs = () if specs[:1] == (...,) else specs[:1]
     elif layout.has_ellipsis or len(specs) > rank:
-        return layout.with_rank(rank)  # refuses what has more dims
+        return layout.with_specs(specs).with_rank(rank)  # refuses what has more dims
     return layout.with_specs([*specs, *[None] * (rank - len(specs))])
 
 

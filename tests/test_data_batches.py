@@ -680,3 +680,11 @@ def test_a_source_with_other_rows_than_it_says_is_told(caplog):
     assert caplog.messages == [
         "The source says that an epoch has 24 rows, and epoch 1 has 20."
     ]
+
+
+def test_a_mask_is_sharded_as_its_image_without_channels():
+    mesh = ml.create_mesh({"batch": 2, "height": 4})
+    data = {"image": np.zeros((8, 4, 4, 3), "f4"), "mask": np.zeros((8, 4, 4), "i4")}
+    layout = mesh.layout("batch", "height", None, None)
+    batch = next(iter(ml.distribute_dataset(data, layout, global_batch_size=4)))
+    assert ml.fetch_layout(batch["mask"]) == mesh.layout("batch", "height", None)
