@@ -107,24 +107,18 @@ def test_a_stream_of_nnx_is_not_copied_into_a_recomputed_linen_block():
 
 
 class Noisy(nn.Module):
-    rate: float = 0.0
-
     @nn.compact
-    def __call__(self, x):
-        noise = [jax.random.normal(self.make_rng(k), (len(x), 4)) for k in ("a", "b")]
-        return nn.Dropout(self.rate, deterministic=False)(nn.Dense(4)(x)), *noise
+    def __call__(self, x, *streams):
+        return nn.Dense(4)(x), [jax.random.bits(self.make_rng(x)) for x in streams]
 
 
 def test_evaluation_binds_all_random_streams_of_linen_but_dropout():
-    mesh = mesh_of(batch=8)
-    predict = ml.make_predict_step(lambda model, batch: model(batch["x"]))
-    state = create_linen(mesh, Noisy())
-    (_, a, b), (_, again, _) = (predict(state, on(mesh, {"x": X})) for _ in range(2))
-    np.testing.assert_array_equal(a, again)
-    assert abs(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1]) < 0.5
-    dropped = create_linen(mesh, Noisy(0.5))
+    state = create_linen(mesh_of(batch=8), Noisy())
+    predict = lambda *streams: ml.make_predict_step(lambda m, x: m(x, *streams)[1])
+    a, b = predict("a", "b")(state, X)
+    assert [a] == predict("a")(state, X) != [b]
     with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
-        predict(dropped, on(mesh, {"x": X}))
+        predict("a", "dropout")(state, X)
 
 
 class Norms(nnx.Module):

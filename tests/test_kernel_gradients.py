@@ -172,10 +172,8 @@ def test_gradients_that_xla_multiplies_are_refused(
     layout = ml.create_mesh(AXES, axis_types=types).layout(*spec, ...)
     said = message_of(run, *arguments(model, groups), layout, rules)
     free = tuple(axis for axis in AXES if axis != spec[0])
-    have = [name for name, spec in rules.items() if spec == CHANNELS[name]]
-    lacking = {k: (None, None, None, free) for k in CHANNELS if k not in have}
-    rule = f", as by the rules {lacking} or ml.parallel.tensor_parallel(...)"
-    rule *= bool(lacking)
+    need = {k: (*[None] * 3, free) for k in CHANNELS if rules.get(k) != CHANNELS[k]}
+    rule = f", as by the rules {need} or ml.parallel.tensor_parallel(...)" * bool(need)
     assert said == REFUSAL.format(8 // groups, axes, rule)
 
 

@@ -216,8 +216,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
     steps = ml.make_train_step(bad_key), ml.make_eval_step(bad_key)
     for call in (*steps, lambda *_: ml.Trainer(theirs, bad_key)):
         assert f"takes a TrainState, got {flax}" in message_of(call, theirs, BATCH)
-    kind = type("WithStats", (train_state.TrainState,), {"batch_stats": {}})
-    said = message_of(steps[0], kind(0, None, {}, optax.sgd(0.1), ()), BATCH)
+    stats = type("Stats", (train_state.TrainState,), {"batch_stats": {}})
+    said = message_of(steps[0], stats(0, None, {}, optax.sgd(0.1), ()), BATCH)
     assert '{"params": state.params, "batch_stats": state.batch_stats}, ' in said
     pair = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), None
     assert "lambda: nnx.clone(model), optimizer.tx" in message_of(
