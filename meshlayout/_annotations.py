@@ -3,7 +3,6 @@
 `Any` tells a reader nothing. These names do, where Python's types cannot.
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 
@@ -24,6 +23,3 @@ Equation: TypeAlias = Any
 
 Box: TypeAlias = Any
 """A Flax variable, or one of Flax's boxes that add metadata to an array."""
-
-Metadata: TypeAlias = Mapping[str, Any]
-"""Values by name that JSON can hold, written next to saved arrays."""

@@ -49,8 +49,7 @@ def batch_layout(mesh: Mesh) -> Layout:
 def leaf_layout(layout: Layout, rank: int) -> Layout:
     """Returns the layout of one leaf of a batch, whose rank includes the batch dim.
 
-    Dims that the layout of batches does not name are unsharded, and an array with one
-    number per example takes only its first entry.
+    Dims that the layout does not name are unsharded; a vector takes its first entry.
     """
     specs = layout.specs
     if rank == 1:
@@ -157,8 +156,7 @@ def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
 def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     """Returns an array with its last row repeated up to a number of rows.
 
-    Zeros would not do: a model may be NaN on such a row, as is the gradient of a norm
-    at 0, and 0 times NaN is NaN.
+    Zeros would not do: the gradient of a norm is NaN there, and 0 times NaN is NaN.
     """
     rows = leaf.shape[0]
     if not rows:
@@ -233,10 +231,9 @@ def is_marked(leaf: Leaf) -> bool:
 def noted_batch(where: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
     """Adds a note to an error: which batch it is about, and its arrays."""
 
-    def note() -> str:
-        def kind(leaf: Leaf) -> str:
-            return f"{getattr(leaf, 'dtype', 'a number')}{[*np.shape(leaf)]}"
+    def kind(leaf: Leaf) -> str:
+        return f"{getattr(leaf, 'dtype', 'a number')}{[*np.shape(leaf)]}"
 
-        return f"{where}, {jax.tree.map(kind, batch)}".replace("'", "")
-
-    return _checks.noted(note)
+    return _checks.noted(
+        lambda: f"{where}, {jax.tree.map(kind, batch)}".replace("'", "")
+    )

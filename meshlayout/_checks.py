@@ -34,7 +34,8 @@ from meshlayout.errors import MeshLayoutError, StateError, did_you_mean
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LONGEST_REPR = 80
+# The first parameter of losses of arrays, as those of Keras and Optax.
+_ARRAYS = {"y_true", "y_pred", "logits", "predictions", "labels", "targets"}
 
 
 class Context(TypedDict, total=False):
@@ -55,7 +56,7 @@ def shown(value: Any) -> str:
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, (str, bytes, numbers.Number)):
         text = repr(value)
-        return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
+        return text if len(text) <= 80 else f"{text[:80]}..."
     if isinstance(value, (tuple, list, dict, set)) and len(text := repr(value)) <= 40:
         return text
     return type_text(value)
@@ -178,7 +179,8 @@ def function(
         passed = dict.fromkeys(set(keywords).intersection(signature.parameters))
         signature.bind(*args, **passed)
         names = [*signature.parameters][: len(args)]
-        if names != [*args] and {*names} == {*args}:  # swapped
+        is_of_arrays = args[:1] == ("model",) and names[0] in _ARRAYS
+        if is_of_arrays or (names != [*args] and {*names} == {*args}):  # or swapped
             raise TypeError
     except TypeError:
         names = ", ".join(signature.parameters)
@@ -285,11 +287,9 @@ _MEANINGS = {
     "cover all devices: only code in jax.shard_map needs pmean and psum.",
     _DELETED: "A step has used up the state of this array. "
     "Continue with the state that the step returned.",
-    "Shape mismatch: got (": "Of outputs of shape (batch, 1), use the column: "
-    "model(x)[:, 0].",
+    "Shape mismatch: got (": "Of outputs of shape (batch, 1), use model(x)[:, 0].",
     "tuple indices must be": "fit(x, y) makes tuples, fit({'x': x, 'y': y}) dicts.",
-    "is not supported by dot_general on CPU": "CPUs lack some operations in float16: "
-    "take precision='bfloat16' there.",
+    "is not supported by dot_general on CPU": "On CPUs, use precision='bfloat16'.",
     "flax.nnx.statelib.State'": "Parameters of a TrainState are nested dicts. For "
     "labels, write ml.optimizer_by_path({'head': tx, '': None}).",
     "'value_fn'": "A step has one gradient, and no line search, as optax.lbfgs has: "
@@ -300,8 +300,8 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
-    "contracting dimensions to have": "An input's last dim is not that of its layer. "
-    "One feature is a column, df[['age']]; with batch_size=, items are examples.",
+    "contracting dimensions to have": "An input's last dim is not its layer's. One row "
+    "is x[:1] or df.iloc[[0]], one feature df[['age']]; batch_size= counts examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",
     "<class 'numpy.integer'>": "Labels that are class numbers are integers, as after "
     "y.astype('int32'). One-hot ones go to optax.softmax_cross_entropy.",

@@ -1,8 +1,7 @@
 """Host arrays on their way to devices: one entry point for all that users pass.
 
-NumPy has arrays that JAX lacks: in the other byte order (as in IDX, FITS and HDF5
-files), masked, of 64 bits, of objects. Fast ways to place shards read raw memory: they
-would swap bytes and lose masks.
+NumPy has arrays that JAX lacks: in the other byte order (as in IDX and FITS files),
+masked, of 64 bits, of objects. Fast ways to place shards swap bytes and lose masks.
 """
 
 from typing import Any

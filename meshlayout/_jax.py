@@ -95,8 +95,7 @@ SENDING = (jax_parallel.ppermute_p,)
 def is_transposing() -> bool:
     """Returns whether the backward pass of a gradient is under way.
 
-    JAX says so in the names of operations alone; the test of a loss that is combined
-    within its function notices.
+    JAX says so in the names of operations alone; a test of combined losses notices.
     """
     return "transpose" in str(source_info_util.current_name_stack())
 
@@ -141,10 +140,7 @@ def is_plain(x: Leaf) -> bool:
 
 def itemsize(dtype: DType) -> int:
     """Returns the bytes of one element on a device; for PRNG keys, of a key's words."""
-    if is_extended(dtype):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return math.prod(words.shape) * np.dtype(words.dtype).itemsize
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize
+    return int(canonical_dtype(dtype).itemsize)
 
 
 def canonical_dtype(dtype: DType) -> Any:
@@ -210,8 +206,7 @@ def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
 def concrete_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh of `jax.set_mesh`, or None.
 
-    The public `jax.sharding.get_mesh` is new in jax 0.8 and raises inside jit, where
-    layouts are created, too. tests/test_mesh.py notices.
+    The public `jax.sharding.get_mesh` (jax 0.8) raises inside jit: tests/test_mesh.py.
     """
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
@@ -335,10 +330,8 @@ def is_staged(x: Leaf) -> bool:
     """
     if isinstance(x, jax.core.Tracer):
         return isinstance(concrete_value(x), jax.core.Tracer)
-    trace = jax_core.trace_ctx.trace
-    while hasattr(trace, "parent_trace") and not isinstance(
-        trace, partial_eval.DynamicJaxprTrace
-    ):
+    trace, of_jit = current_trace(), partial_eval.DynamicJaxprTrace
+    while hasattr(trace, "parent_trace") and not isinstance(trace, of_jit):
         trace = trace.parent_trace  # of grad or vmap: look at what is around them
     return not isinstance(trace, jax_core.EvalTrace)
 
@@ -346,10 +339,9 @@ def is_staged(x: Leaf) -> bool:
 def is_tracing() -> bool:
     """Returns whether this runs inside jit, grad, vmap or another transformation.
 
-    If JAX renames its traces, calls outside jit are refused, too, and nearly all of
-    tests/test_checkpoint.py fails.
+    If JAX renames its traces, all calls are refused: tests/test_checkpoint.py fails.
     """
-    return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
+    return not isinstance(current_trace(), jax_core.EvalTrace)
 
 
 # A constraint with a priority, for which Shardy has a word and JAX has none. It has the
@@ -492,6 +484,12 @@ def manual_axis_sizes() -> dict[str, int]:
     return {axis: mesh.shape[axis] for axis in mesh.manual_axes}
 
 
+def key_words(x: Leaf) -> Any:
+    """Returns an array of PRNG keys as their words, and anything else as it is."""
+    is_key = isinstance(x, jax.Array) and is_extended(x.dtype)
+    return jax.random.key_data(x) if is_key else x
+
+
 def key_impl(dtype: DType) -> str:
     """Returns the name of the generator of a dtype of PRNG keys."""
     return str(dtype._impl.name)
@@ -578,11 +576,10 @@ def detect_cluster(
         # A job of SLURM, but not started by srun; jax 0.7 does not tell them apart.
         is_alone = name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ
         if not is_alone and kind.is_env_present():
-            settings = kind.auto_detect_unset_distributed_params(
+            return name or "k8s", *kind.auto_detect_unset_distributed_params(
                 *(coordinator_address, num_processes, process_id, None),
                 *(name or None, math.ceil(timeout_s)),
             )
-            return name or "k8s", *settings
     return None
 
 
@@ -591,8 +588,7 @@ def shard_placer(
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
     """Returns a function that makes a global array of one shard per device, in order.
 
-    Every batch passes here, and `jax.make_array_from_callback` takes twice as long on 8
-    devices. tests/test_data_batches.py notices.
+    `jax.make_array_from_callback` is half as fast; tests/test_data_batches.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)

@@ -42,8 +42,7 @@ class Flat:
 def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     """Flattens any pytree into named leaves, or raises MeshLayoutError.
 
-    A module becomes its `nnx.State`, in which a shared variable occurs once. If
-    `whole`, paths keep a `params` at the root.
+    A module becomes its `nnx.State`. If `whole`, paths keep a `params` at the root.
     """
     if holds_modules(tree):
         tree = nnx.state(with_variables(tree))
@@ -63,8 +62,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
 def leaf_names(tree: PyTree) -> list[str]:
     """Returns the path of every leaf in a tree.
 
-    Unlike for `flatten`, a variable that modules share has several paths, and two
-    leaves may have the same path.
+    Unlike in `flatten`, a shared variable has several paths, and paths may be equal.
     """
     return _without_params(tree, [leaf.path for leaf in _named(tree)[0]])
 
@@ -102,8 +100,7 @@ def holds_modules(tree: PyTree) -> bool:
 def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
-    JAX sees pytrees: `jax.tree.map` returns a copy with its own random streams and
-    variables.
+    JAX sees pytrees: `jax.tree.map` copies their variables and random streams.
     """
     return isinstance(node, nnx.Variable) or _is_module(node)
 
@@ -151,8 +148,5 @@ def _without_params(tree: PyTree, paths: list[str]) -> list[str]:
     """Drops Linen's `params` collection from paths, unless two would become one."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return paths
-    start = "params/"
-    inside = {path.removeprefix(start) for path in paths if path.startswith(start)}
-    if any(path in inside for path in paths if not path.startswith(start)):
-        return paths
-    return [path.removeprefix(start) for path in paths]
+    short = [path.removeprefix("params/") for path in paths]
+    return short if len({*short}) == len({*paths}) else paths

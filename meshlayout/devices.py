@@ -28,8 +28,7 @@ def virtual_devices(n: int) -> list[_jax.Device]:
         The devices of JAX's default backend, including those of other processes.
 
     Raises:
-        MeshError: If `n` is not a positive integer, or JAX already runs with another
-            number of CPU devices.
+        MeshError: If `n` is not a positive integer, or JAX runs with other CPU devices.
 
     Examples:
         >>> len(virtual_devices(8))

@@ -1,8 +1,7 @@
 """`python -m meshlayout.launch -n 4 train.py`: several JAX processes on this machine.
 
 It sets JAX's variables for each process, prefixes its output with its number, ends all
-when one fails, and restarts them if asked to. It uses the standard library only, and
-loads neither JAX nor NumPy.
+when one fails, and restarts them if asked to. It loads neither JAX nor NumPy.
 """
 
 import argparse

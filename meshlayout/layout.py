@@ -247,8 +247,7 @@ class Layout(_checks.WithReflexes):
         """Returns the shape of the piece that each device holds, the same on all.
 
         Raises:
-            LayoutError: If the rank differs from the layout's, or a dim does not
-                divide by its number of shards: nothing is rounded down.
+            LayoutError: If the rank differs, or a dim does not divide into its shards.
 
         Examples:
             >>> mesh = create_mesh({"batch": 2, "model": 4})

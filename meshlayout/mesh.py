@@ -282,9 +282,8 @@ def create_mesh(
     Names are free, but without a layout batches are sharded over the axes called
     `batch`, `data`, `replica`, `fsdp`, `dp`, `ddp` or `data_parallel` alone.
 
-    With `dcn`, only the named axes cross the slow network (the data center's). Every
-    other axis stays inside one slice; if there is only one, inside one process. On one
-    process it has no effect.
+    With `dcn`, only the named axes cross the slow network (the data center's). Others
+    stay in a slice; if there is only one, in a process. On one process it does nothing.
 
     Args:
         axes: Sizes by name, a list of (name, size), or text such as

@@ -43,8 +43,7 @@ def visualize(
     Use this to check a layout, also one of an abstract array or on other processes.
 
     Args:
-        value: A placed array, NNX variable or `jax.ShapeDtypeStruct`, or a layout or a
-            sharding together with `shape`.
+        value: A placed array, NNX variable or `ShapeDtypeStruct`; a layout or sharding.
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:

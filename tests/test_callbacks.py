@@ -149,6 +149,13 @@ def test_a_value_of_ones_own_is_in_the_history_and_can_be_watched(tmp_path):
     assert len(history["loss"]) == 3
     assert saving.best_step() == 1
     assert "there will be no 'mine'" in message_of(Scripted(1).run, stopping)
+    assert message_of(Scripted(1).run, stopping, Mine()) == (
+        "EarlyStopping: there will be no 'mine', only 'loss'. If a later callback adds "
+        "it, list that one first."
+    )
+    misspelled = ml.callbacks.EarlyStopping("mien", mode="max")  # as is known later
+    with pytest.raises(KeyError, match=r"only 'loss', 'mine'\. Did you mean 'mine'"):
+        Scripted(1).run(Mine(), misspelled)
 
 
 @pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
@@ -251,13 +258,17 @@ def test_the_first_epoch_whose_loss_is_nan_gives_one_hint(caplog):
     trainer = Scripted(1.0, math.nan, math.nan)
     trainer.run()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the loss is NaN, as NaN in the data makes it, or labels")
+    assert said.startswith("the loss is NaN, as too high a learning rate makes it, NaN")
     assert "Parameters that are NaN stay so: create the state and " in said
     trainer.run()  # from parameters that may be NaN
     assert len(caplog.records) == 2
     caplog.clear()
     Scripted(1.0, math.nan).run(ml.callbacks.StopOnNaN())
     assert not caplog.records
+    Scripted(math.nan, math.nan, name="val_loss").run()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the val_loss is NaN, as ")
+    assert "callbacks=[ml.callbacks.StopOnNaN('val_loss')] stops" in said
 
 
 def test_a_notebook_has_one_display_whose_bar_moves(state, monkeypatch):
@@ -349,30 +360,48 @@ def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
     assert {float(row["learning_rate"]) for row in rows} == {float(np.float32(0.05))}
     fit(trainer, ml.callbacks.Log(path))  # another one begins anew
     assert len(path.read_text().splitlines()) == 2
+    refused = ml.callbacks.Log(path)
+    refused.on_fit_start(trainer)  # of a fit that another callback refuses
+    refused.close()
+    assert len(path.read_text().splitlines()) == 2
     with pytest.raises(ValueError, match="fields not in fieldnames: 'error'") as caught:
         Scripted(1.0, name="error").run(logger)
     assert f"in writing {str(path)!r}" in caught.value.__notes__
 
 
 class Counting(ml.Trainer):
-    """Measures a metric with dims, and NaN."""
+    """Measures metrics with dims, and NaN."""
 
     def train_step(self, state, batch, metrics):
         counted = ml.metrics.ConfusionMatrix(2).update(jnp.eye(2), jnp.array([0, 0]))
         metrics = {"counts": counted, "loss": ml.metrics.Last().update(jnp.nan)}
+        recall = ml.metrics.Recall(2, average=None)
+        metrics["recall"] = recall.update(jnp.eye(2), jnp.array([0, 0]))
         return state, ml.metrics.Metrics(metrics)
 
 
-def test_metrics_with_dims_and_nan_are_numbers_as_far_as_files_hold_them(tmp_path):
+def test_metrics_with_dims_and_nan_are_shown_as_far_as_each_place_holds_them(
+    tmp_path, capsys
+):
     loggers = [ml.callbacks.Log(tmp_path / f"log.{kind}") for kind in ("csv", "jsonl")]
     history = fit(Counting({"n": 0}), *loggers, data=[{"x": np.ones(2)}])
     counts = history["counts"][0].tolist()
     assert sum(map(sum, counts)) == 2
     row = json.loads((tmp_path / "log.jsonl").read_text())
-    assert row == {"epoch": 1, "step": 1, "counts": counts, "loss": None}
+    recall = [0.5, 0.0]  # of two rows of class 0 one is right; class 1 has none
+    scalars = {"epoch": 1, "step": 1, "loss": None}
+    assert row == {**scalars, "counts": counts, "recall": recall}
     lines = (tmp_path / "log.csv").read_text().split()
-    assert lines == ["epoch,step,loss", "1,1,nan"]
+    assert lines == ["epoch,step,loss,recall_0,recall_1", "1,1,nan,0.5,0.0"]
     assert "f32[2, 2]" in repr(history)
+    assert "recall_0" in repr(history.plot())
+    fit(Counting({"n": 0}), data=[{"x": np.ones(2)}], progress=True)
+    assert "recall [0.5000 0.0000]" in capsys.readouterr().out
+    stopping = ml.callbacks.EarlyStopping("recall", mode="max")
+    data = [{"x": np.ones(2)}]
+    assert message_of(lambda: fit(Counting({"n": 0}), stopping, data=data)) == (
+        "EarlyStopping: 'recall' has 2 values: watch a scalar, as of average='macro'."
+    )
 
 
 def test_tensorboard_gets_epochs(monkeypatch, tmp_path):

@@ -353,6 +353,10 @@ def test_dtypes_that_jax_does_not_have_are_refused():
         "leaf 'x' has dtype datetime64[D], which JAX lacks. Drop missing values, pad rows, "
         "write (x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
     )
+    values = np.array([[True, 0.5]] * 8, object)  # as of a frame of several dtypes
+    assert message(lambda: distributed({"x": values})) == (
+        "leaf 'x' has dtype object, though of numbers: write x.astype('float32')."
+    )
 
 
 STRINGS = {

@@ -39,6 +39,12 @@ def test_the_totals_are_the_sums(mesh, tree):
     assert f"saving {100 - round(100 * here / whole)}%" in str(report)
 
 
+def test_arrays_on_another_mesh_are_said_to_be_there(mesh):
+    here = ml.relayout({"head": np.zeros((64, 4096))}, ml.create_mesh().layout(...))
+    report = ml.LayoutMap(mesh, RULES, unused="ignore").explain(here)
+    assert "head: now on Mesh(batch=8); this is what the map would give" in str(report)
+
+
 def test_rules_without_effect_and_large_whole_leaves_are_named(mesh, tree):
     layouts = ml.LayoutMap(mesh, {**RULES, "kernel$": [...]}, conflict="first")
     report = layouts.explain(tree)

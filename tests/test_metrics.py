@@ -507,11 +507,20 @@ REFUSED = {
     "metrics: 'a': 3 is not a metric such as ml.metrics.Accuracy(labels='y'): it must have empty, ": (
         lambda: metrics.Metrics({"a": 3})
     ),
+    "metrics: 'f1': a function is no metric: return its value per example as an output of "
+    "the loss function, and write ml.metrics.Mean(values='f1'). For a value of a whole "
+    "epoch, write a callback that sets logs['val_f1'].": (
+        lambda: metrics.Metrics({"f1": lambda labels, scores: 0})
+    ),
     **{
-        f"metrics: 'a': the class {kind.__name__} is a class; give an instance": (
+        f"metrics: 'a': the class {call.partition('(')[0]} is a class; give an instance: "
+        f"{call}.": (
             lambda kind=kind: ml.make_train_step(lambda m, b: 0, metrics={"a": kind})
         )
-        for kind in (metrics.Accuracy, nnx.metrics.Average)
+        for kind, call in {
+            metrics.Accuracy: "Accuracy(labels='y')",
+            nnx.metrics.Average: "Average()",
+        }.items()
     },
     "metric 'l': Mean: there is no 'loss' among the outputs and the entries of the batch "
     "('losses', 'batch', 'label', 'image'). Did you mean 'losses'? A step reports the "

@@ -14,8 +14,8 @@ import pytest
 
 import meshlayout as ml
 from meshlayout import _render
-from meshlayout._render.consoles import console_on
 from meshlayout._render.curves import Curves
+from meshlayout._render.tables import console_on
 
 
 html_of = operator.methodcaller("_repr_html_")

@@ -69,7 +69,7 @@ UNEVEN = (
     "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
     "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop rows, "
     "or take ml.distribute_dataset(source, mesh), which pads the last batch and gives "
-    "the padding weight 0."
+    "the padding weight 0. To predict, Trainer.predict pads and cuts."
 )
 EMPTY = "the batch has no examples, and there is nothing to learn from it."
 

@@ -199,6 +199,25 @@ def test_a_layer_that_names_its_dtype_computes_in_it(mesh, kind):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_an_embedding_computes_in_the_dtype_of_the_policy(kind):
+    seen, tokens = [], np.zeros((8, 4), "int32")
+
+    def loss_fn(model, batch):
+        seen.append(model(batch).dtype)
+        return model(batch).mean(axis=(1, 2))
+
+    tx, module = optax.sgd(0.1), nn.Embed(6, 4)
+    state = ml.TrainState.create(lambda: nnx.Embed(6, 4, rngs=nnx.Rngs(0)), tx)
+    if kind == "linen":
+        build = lambda: module.init(jax.random.key(0), tokens)
+        state = ml.TrainState.create(build, tx, module=module)
+    policy = ml.PrecisionPolicy(compute="bfloat16", output=None)
+    state, _ = ml.make_train_step(loss_fn, precision=policy)(state, tokens)
+    assert seen[-1] == "bfloat16"
+    assert jax.tree.leaves(state.params)[0].dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("precision", "output"),
     [("bfloat16", "float32"), (ml.PrecisionPolicy(output="bfloat16"), "bfloat16")],

@@ -185,11 +185,11 @@ def test_fit_is_gradient_descent_on_the_real_examples(mesh, name, caplog):
         np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
     said = (
         "a batch of 6 rows does not divide into 4 shards: every device computes all of "
-        "it. To have it padded, return one loss per example"
+        "it. To have it padded, "
     )
     is_tuple = len(arrays) == 2 or name.startswith(("tuple", "lists"))
-    advice = ". Batches are tuples: write x, y, *_ = batch, and give Trainer "
-    said += f"{advice}weights=2; or use dicts." if is_tuple else "."
+    advice = "write x, y, *_ = batch, and give Trainer weights=2; or use dicts."
+    said += advice if is_tuple else "return one loss per example."
     assert caplog.messages.count(said) == (name in [*FITS][7:])
 
 
@@ -377,6 +377,17 @@ def test_rows_in_another_order_are_told_of(mesh, caplog):
         assert is_told == any(
             "rows are paired by position" in x for x in caplog.messages
         )
+    caplog.clear()
+    fewer = Frame(examples(6)["x"])
+    fewer.iloc, fewer.index = None, np.arange(6).view(Index)
+    for pair, way in (
+        ((frames[0], fewer), " If their index pairs them, write x.loc[y.index]."),
+        ((fewer, frames[0]), " If their index pairs them, write y.loc[x.index]."),
+        ((np.ones(8), np.ones(6)), "and must be the same."),
+        ({"a": 1.0}, " One row is frame.iloc[[0]], or x[:1]."),
+    ):
+        assert message_of(trainer.predict, pair, batch_size=8).endswith(way)
+    assert not caplog.messages
 
 
 def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
@@ -399,9 +410,21 @@ def test_a_frame_has_the_columns_of_the_one_in_fit(mesh):
     fewer = Frame(data["x"][:, :3], "abe")
     assert message_of(lambda: trainer.predict(fewer, batch_size=8)) == (
         "predict: the data frame has the columns a, b, e, and that of fit had a, b, c, d: "
-        "missing: c, d; extra: e. Write frame.reindex(columns=columns, fill_value=0), "
-        "with the columns of fit."
+        "missing: c, d; extra: e. Prepare it as that of fit."
     )
+    dummies = ["age", "city_Rome", "city_Oslo", "city_Bern"]
+    trainer = ml.Trainer(create_state(mesh), pair_loss)
+    quiet_fit(trainer, Frame(data["x"], dummies), y, batch_size=8)
+    for names, has_dummies in ((dummies[:3], True), (["age", "city"], False)):
+        fewer = Frame(data["x"][:, : len(names)], names)
+        said = message_of(lambda: trainer.predict(fewer, batch_size=8))  # noqa: B023
+        assert said.endswith(
+            " Prepare it as that of fit. After pd.get_dummies, write frame.reindex("
+            "columns=columns, fill_value=0), with the columns of fit."
+            if has_dummies
+            else "missing: city_Rome, city_Oslo, city_Bern; extra: city. Prepare it as "
+            "that of fit."
+        )
 
     def by_name(model, batch):
         out = model(jnp.stack([batch[name] for name in "abcd"], 1))
@@ -755,6 +778,9 @@ WRONG = {
     "an option of Trainer must be 'metrics', 'regularizers', ": (
         lambda data: ml.Trainer({}, loss_fn, clip_nrm=1.0)
     ),
+    "make_train_step: loss_fn is called as loss_fn(model, batch), but takes (y_true, ": (
+        lambda data: ml.Trainer({}, lambda y_true, y_pred: (y_true - y_pred) ** 2)
+    ),
     "Trainer got no loss function": lambda data: ml.Trainer({}, ema=0.9),
     "the trainer has no loss function": lambda data: ml.Trainer({"n": 0}).fit(data),
     **{
@@ -778,6 +804,17 @@ WRONG = {
     "fit: validation needs the size of a batch: ml.distribute_dataset(validation_data,": (
         lambda data: Counted().fit(data, validation_data={"i": np.ones((2, 9))})
     ),
+    **{
+        f"fit: validation_data is {mine}, and the training data {theirs}.": (
+            lambda data, train=train, validation=validation: ml.Trainer(
+                {}, loss_fn
+            ).fit(train, batch_size=2, validation_data=validation)
+        )
+        for mine, theirs, train, validation in (
+            ("a tuple", "a dict: write {'i': iv}", {"i": np.ones(2)}, (np.ones(2),)),
+            ("a ndarray", "a tuple: write (xv, yv)", (np.ones(2),), np.ones(2)),
+        )
+    },
     "fit: epochs must be a positive": lambda data: Counted().fit(data, epochs=0),
     "fit: epochs is given twice": lambda data: Counted().fit(data, 2, epochs=3),
     "fit: shuffle=True is not a seed. Write shuffle=0:": (

@@ -1,14 +1,16 @@
-"""Rows of text as a plain or an HTML table, and the text of bytes, dtypes and arrays.
+"""Rows of text as a plain or an HTML table, the text of arrays, and where text goes.
 
-Any text may come from a user (paths, patterns, notes): control characters are written
-out, and HTML is escaped.
+Any text may come from a user: control characters are written out, and HTML is escaped.
 """
 
 import html
 import re
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.cells import cell_len
+from rich.console import Console
 
 from meshlayout._annotations import DType
 
@@ -139,3 +141,19 @@ def padded(text: str, width: int, how: str) -> str:
     space = max(0, width - cell_len(text))
     before = {"l": 0, "r": space, "c": space // 2}[how]
     return " " * before + text + " " * (space - before)
+
+
+def console_on(stream: Any) -> Console:
+    """Returns a console that writes to a stream.
+
+    rich takes FORCE_COLOR for a terminal, and notebooks set it for programs that they
+    start. But it only asks for colors; a moving line needs a real terminal.
+    """
+    return Console(file=stream, force_terminal=stream is not None and stream.isatty())
+
+
+def is_notebook() -> bool:
+    """Returns whether this program runs in a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None

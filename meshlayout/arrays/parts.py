@@ -183,7 +183,7 @@ def _host_value(x: Leaf) -> Any:
     if not x.is_fully_addressable and not _jax.with_shards(x).addressable_shards:
         msg = f"process {jax.process_index()} has no part of the array, which is on "
         raise LayoutError(f"{msg}devices of other processes.")
-    return _jax.to_host(jax.random.key_data(x) if _jax.is_extended(x.dtype) else x)
+    return _jax.to_host(_jax.key_words(x))
 
 
 # Several processes.

@@ -1,8 +1,7 @@
 """Changing, copying, reading and checking the layouts of arrays.
 
 JAX's `device_put` does most moves, but cannot move PRNG keys between processes, and
-inside jit it is a constraint. Host values are compared between processes before they
-become one array on all devices.
+inside jit it is a constraint. Processes compare host values that become one array.
 """
 
 import functools
@@ -93,9 +92,8 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
 def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
-    Inside jit, JAX knows it only if `jax.set_mesh` has set a mesh whose axes are all
-    Explicit. Unknown layouts and host arrays raise a LayoutError. An array on a single
-    device is on a mesh of one.
+    Inside jit, JAX knows it only if `jax.set_mesh` has set a mesh of Explicit axes.
+    Unknown layouts and host arrays raise a LayoutError. One device is a mesh of one.
 
     Examples:
         >>> import meshlayout as ml

@@ -8,10 +8,7 @@ from meshlayout.checkpoint.foreign import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )
-from meshlayout.checkpoint.load import (
-    Change as Change,
-    RestoreDiff as RestoreDiff,
-)
+from meshlayout.checkpoint.load import Change as Change, RestoreDiff as RestoreDiff
 from meshlayout.checkpoint.orbax import Inspection as Inspection
 from meshlayout.cluster.preemption import (
     EXIT_STATUS as EXIT_STATUS,

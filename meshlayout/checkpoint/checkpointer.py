@@ -17,7 +17,7 @@ import jax
 from jax.typing import DTypeLike
 
 from meshlayout import _checks
-from meshlayout._annotations import Metadata, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout.arrays.parts import replica_difference, replica_sums
 from meshlayout.checkpoint import directory as steps, orbax, positions
 from meshlayout.checkpoint.load import Request, to_numpy
@@ -66,8 +66,7 @@ class Checkpointer(_checks.WithReflexes):
     share the directory, and save and restore in the same order.
 
     Args:
-        directory: A local path, or `gs://bucket/run`, which has no locks and needs the
-            extra `gcs`.
+        directory: A local path, or `gs://bucket/run`: without locks, with extra `gcs`.
         keep: How many of the latest steps to keep; None for all.
         every: Save only when this many steps have passed since the last save.
         best: The name of a metric, and `"max"` or `"min"`: also keep the best step.
@@ -121,16 +120,15 @@ class Checkpointer(_checks.WithReflexes):
         state: PyTree,
         *,
         data: positions.Continues | None = None,
-        metadata: Metadata | Callable[[], Metadata] | None = None,
+        metadata: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         _beside: Mapping[str, PyTree] | None = None,
     ) -> bool:
         """Saves a state if a save is due, and returns whether it was.
 
-        The state may be donated as soon as this returns. A step that already exists is
-        replaced once the new files are complete. After SIGTERM, in a loop that began
-        with `resume`, this always saves, and ends the process with status 75.
+        The state may be donated as soon as this returns. After SIGTERM, in a loop that
+        began with `resume`, this always saves, and ends the process with status 75.
 
         Args:
             step: The number of the step.

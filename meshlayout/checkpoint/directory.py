@@ -152,8 +152,7 @@ def clear(directory: Path, step: int) -> None:
 def digests(path: Path) -> dict[str, list[Any]]:
     """Returns sizes and hashes of this process's files, which become durable."""
     files = [x for x in path.rglob("*") if not x.is_dir()]
-    sizes = {str(x.relative_to(path)): x.stat().st_size for x in files}
-    names = _share(sizes)
+    names = _share({str(x.relative_to(path)): x.stat().st_size for x in files})
     for name in names:
         _sync(path / name)
     return {name: _digest(path / name) for name in names}

@@ -172,8 +172,7 @@ def load_orbax(
     bit may go unnoticed.
 
     Raises:
-        DamagedCheckpointError: If files are missing or changed, as far as the format
-            shows it.
+        DamagedCheckpointError: If files are missing, or changed where that shows.
         CheckpointError: If Orbax wrote nothing there; or as `load_arrays`.
     """
     # A dependency of Orbax that also reads paths in cloud storage.

@@ -37,8 +37,7 @@ from meshlayout.state.creation import StateDescription, eager_sharding_off
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# How many rows of a difference an error shows, and among how many names near ones are
-# looked for (difflib is slow).
+# Rows of a difference that an error shows; names among which it looks for near ones.
 _SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
@@ -217,7 +216,7 @@ def load(source: Source, request: Request) -> PyTree:
         dims = {x: permutation for x in names if regex.search(x)} | dims
     saved = in_file | {x: _transposed(in_file[x], dims[x]) for x in dims}
     targets, rebuild = _targets(saved, request)
-    pairs, _ = match(saved, [x.spec for x in targets], request, source.name)
+    pairs = _match(saved, [x.spec for x in targets], request, source.name)
     # Check all leaves before the first read, which may take minutes.
     wanted: list[tuple[ArraySpec, Sharding | None]] = []
     for target in targets:
@@ -267,12 +266,10 @@ def spec_of(path: str, value: Any) -> ArraySpec | None:
     if not hasattr(value, "dtype"):
         kinds = [x for x in (bool, int, float, complex) if isinstance(value, x)]
         return ArraySpec(path, (), kinds[0]) if kinds else None
-    dtype = value.dtype
     with contextlib.suppress(TypeError):  # which a dtype of another library raises
-        if _jax.is_extended(dtype):
-            return ArraySpec(path, value.shape, dtype)
-        if _jax.is_array_dtype(dtype):
-            dtype = np.dtype(dtype).newbyteorder("=")
+        if _jax.is_array_dtype(value.dtype):
+            is_key = _jax.is_extended(value.dtype)
+            dtype = value.dtype if is_key else np.dtype(value.dtype).newbyteorder("=")
             return ArraySpec(path, tuple(value.shape), dtype)
     return None
 
@@ -367,8 +364,7 @@ def _checked_sharding(target: Target, saved: ArraySpec, dtype: DType) -> Any:
         raise CheckpointError(f"{saved} does not fit its layout: {error}.") from None
     # Wider than JAX's, it would be narrowed on devices before its range is checked.
     is_wide = _jax.canonical_dtype(saved.host.dtype) != saved.host.dtype
-    on_host = is_wide or saved.is_number or target.spec.is_key
-    return None if on_host else target.sharding
+    return None if is_wide or saved.is_number or target.spec.is_key else target.sharding
 
 
 def _kept(target: Target) -> Any:
@@ -434,13 +430,13 @@ def _cast(
     return result
 
 
-def match(
+def _match(
     saved: Mapping[str, ArraySpec],
     wanted: Sequence[ArraySpec],
     request: Request,
     source: str,
-) -> tuple[dict[str, tuple[str, DType]], RestoreDiff]:
-    """Returns by path what to restore: a saved name and a dtype; and all differences.
+) -> dict[str, tuple[str, DType]]:
+    """Returns what to restore by path: a saved name and a dtype.
 
     The saved arrays come by their names after renaming. A leading `params/` or
     `model_state/`, which a bare module does not have, and a trailing `/value`, which
@@ -503,7 +499,7 @@ def match(
     if missing:  # perhaps because a layer has another name now
         text = f"{diff.summary()}\n{diff.table(_SHOWN)}"
         logger.warning("%s differs: %s", source, text)
-    return pairs, diff
+    return pairs
 
 
 def _renaming(path: str, names: Collection[str], separator: str) -> str:

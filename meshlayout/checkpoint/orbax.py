@@ -31,8 +31,6 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError, MeshLayou
 from meshlayout.layout import Layout
 
 
-logger = logging.getLogger("meshlayout.checkpoint")
-
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 # The largest chunk of an array: to read a slice of a shard, chunks are read whole.
@@ -92,7 +90,7 @@ def _saved(path: str, value: Leaf) -> tuple[dict[str, Any], Any]:
         leaf |= {"layout": str(layout), "mesh": repr(layout.mesh)}
     if _jax.is_extended(value.dtype):
         leaf["impl"] = _jax.key_impl(value.dtype)
-        value = jax.random.key_data(value)
+        value = _jax.key_words(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
         # Each process has an array of its own: process 0 saves its copy, as for NumPy.
         return leaf, np.array(value)
@@ -212,8 +210,7 @@ class Inspection:
         arrays, specs = dict[str, str](), specs_of(leaves)
         for x, leaf in zip(specs, leaves, strict=True):
             place = f"{leaf.get('layout', '')} {leaf.get('mesh', '')}"
-            text = f"{_render.array_text(x.dtype, x.shape)} {place}"
-            arrays[x.path] = text.strip()
+            arrays[x.path] = f"{_render.array_text(x.dtype, x.shape)} {place}".strip()
         return cls(
             step=facts["step"],
             saved_at=datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
@@ -260,7 +257,7 @@ def tree_source(
         if shardings:
             restored = zip(specs, restore(shardings), strict=True)
             values = {spec.path: value for spec, value in restored} | values
-        return [_words(values[spec.path]) for spec, _ in wanted]
+        return [_jax.key_words(values[spec.path]) for spec, _ in wanted]
 
     def restore(shardings: Mapping[str, Any]) -> list[Any]:
         def arguments(spec: ArraySpec) -> Any:
@@ -285,11 +282,6 @@ def _spec(keys: Any, entry: Any) -> ArraySpec:
     if type(entry).__name__ == "ScalarMetadata":
         return ArraySpec(path, (), type(np.zeros((), dtype).item()))
     return ArraySpec(path, tuple(getattr(entry, "shape", ())), dtype)
-
-
-def _words(array: Any) -> Any:
-    is_key = isinstance(array, jax.Array) and _jax.is_extended(array.dtype)
-    return jax.random.key_data(array) if is_key else array
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The positions of the processes' input iterators in a checkpoint, as JSON.
 
-There is one per process, or only one if all are equal, which any number of processes
-may then restore.
+There is one per process, or only one, for any number of processes, if all are equal.
 """
 
 import inspect

@@ -124,8 +124,7 @@ class Save:
             except TimeoutError:
                 if time.monotonic() - begin_s < _PEEK_S:
                     raise  # Orbax's own
-            failure = self.channel.failure()
-            if failure:
+            if failure := self.channel.failure():
                 _left_behind.set()
                 raise CheckpointError(failure)
         return response.result()

@@ -44,8 +44,7 @@ def barrier(name: str, timeout_s: float = 600.0) -> None:
     Use this before a process reads what another one wrote. No device is involved.
 
     Raises:
-        ClusterError: On all processes, if one does not come in time or is at another
-            call; the message names it.
+        ClusterError: On all processes, naming one that is late or at another call.
 
     Examples:
         >>> barrier("the vocabulary is written")
@@ -152,13 +151,10 @@ def _texts(tree: PyTree, text: Callable[[Any], str]) -> dict[str, str]:
 
 def _on_host(tree: PyTree) -> Any:
     # As NumPy arrays; of what is replicated, this process's copy.
-    return jax.tree.map(
-        lambda x: np.asarray(_words(x)) if isinstance(x, jax.Array) else x, tree
-    )
+    def on_host(x: Leaf) -> Any:
+        return np.asarray(_jax.key_words(x)) if isinstance(x, jax.Array) else x
 
-
-def _words(x: Any) -> Any:
-    return jax.random.key_data(x) if _jax.is_extended(x.dtype) else x
+    return jax.tree.map(on_host, tree)
 
 
 def _stacked(*leaves: Leaf) -> Any:
@@ -257,4 +253,4 @@ def _shared_value(leaf: Leaf) -> Any:
         return None
     leaf = leaf.addressable_data(0) if is_global else leaf
     with jax.ensure_compile_time_eval():  # the program is being traced
-        return _words(leaf)
+        return _jax.key_words(leaf)

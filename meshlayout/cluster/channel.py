@@ -34,8 +34,7 @@ class Channel:
     """A sequence of exchanges, in all of which every process takes part.
 
     `name` is the same on all processes, and unique in a run. `what` completes "did not
-    come to ...", and `hint` ends that message. `failure` opens the message to the
-    others when this process fails.
+    come to ...", and `hint` ends that message. `failure` opens that of one that fails.
     """
 
     def __init__(

@@ -30,8 +30,7 @@ _turns = itertools.count(1)  # JAX compares it between processes; it must not de
 class Preempted(SystemExit):
     """A run was asked to end (SIGTERM) and has saved its state: start it again.
 
-    Do not catch it: the process ends with status 75 (`EXIT_STATUS`). The attribute
-    `step` is the saved step.
+    Do not catch it: the process ends with status 75 (`EXIT_STATUS`). `step` was saved.
 
     Examples:
         >>> Preempted(7).code, Preempted(7).step

@@ -76,16 +76,14 @@ def initialize(
         coordinator_bind_address: Where process 0 listens, if elsewhere, as
             `"0.0.0.0:1234"` for all interfaces.
         timeout_s: Seconds to wait for the other processes.
-        heartbeat_timeout_s: A process counts as lost after this many seconds without a
-            heartbeat of JAX.
+        heartbeat_timeout_s: Seconds without a heartbeat until a process counts as lost.
         step_timeout_s: The program counts as stuck after this many seconds without the
             start of a step or an exchange between processes; None for never. It must
             exceed any compilation, save or Python code between two steps.
 
     Raises:
-        ClusterError: If settings are malformed, missing or contradictory, the number of
-            processes is wrong, process 0 cannot listen at its address, or JAX has
-            already started its devices.
+        ClusterError: If settings are malformed, missing, contradictory or wrong,
+            process 0 cannot listen at its address, or JAX has started its devices.
 
     Examples:
         >>> initialize()  # on one process, it does nothing

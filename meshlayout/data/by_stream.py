@@ -37,11 +37,10 @@ class StreamPass:
     def __init__(self, source: StreamSource, epoch: int) -> None:
         stream = source.open(epoch)
         if not isinstance(stream, Stream):  # a list would begin anew in each batch
-            msg = (
+            raise DataError(
                 f"{type(source).__name__}.open returned {_checks.shown(stream)}, which "
                 "is not an ml.data.Stream."
             )
-            raise DataError(msg)
         self.epoch, self._stream, self._elements = epoch, stream, iter(stream)
         # The element that was looked at, with the position before it; until it is read.
         self.first: tuple[PyTree, JSON] | None = None

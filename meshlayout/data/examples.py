@@ -45,11 +45,10 @@ class LeafSpec:
             bounds = np.iinfo(self.to)
             if low < bounds.min or high > bounds.max:
                 worst = high if high > bounds.max else low
-                msg = (
+                raise DataError(
                     f"{leaf_text(self.path)} has the value {worst}, which does not fit "
                     f"into {self.to}, JAX's {self.dtype} without jax_enable_x64."
                 )
-                raise DataError(msg)
         with np.errstate(over="ignore"):  # to infinity, as JAX does
             return values.astype(self.to)
 
@@ -63,11 +62,10 @@ class LeafSpec:
                 raise DataError(f"{msg} values from {leaf.min()} to {leaf.max()}.")
             return
         first = array_text(self.dtype, (*rows, *self.shape))
-        msg = (
+        raise DataError(
             f"{leaf_text(self.path)} is {array_text(leaf.dtype, leaf.shape)}, and must "
             f"be {first}: all examples have the shape and dtype of the first one."
         )
-        raise DataError(msg)
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,8 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             f"has dtype {dtype}, which JAX lacks. Drop missing values, pad rows, write "
             "(x - x.min()).dt.days of dates, pd.factorize(x) of text, or x.astype(...)."
         )
+        if dtype.char == "O" and all(isinstance(x, NUMBERS) for x in leaf.flat):
+            what = "has dtype object, though of numbers: write x.astype('float32')."
     else:
         return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
     raise DataError(f"{leaf_text(path)} {what}")
@@ -173,11 +173,10 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
             return bits.numpy().view(np.dtype("bfloat16"))
     array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not hasattr(leaf, "__array__"):
-        msg = (
+        raise DataError(
             f"{leaf_text(path)} is {type_text(leaf)}, which is not an array, number or "
             "string. Leave it out of the examples, or make it an array."
         )
-        raise DataError(msg)
     return array
 
 
@@ -195,11 +194,10 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
     sizes = {leaf.shape[:1] for leaf in leaves}
     if len(sizes) != 1 or sizes == {()}:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-        msg = (
+        raise DataError(
             f"the arrays of a batch have no batch dim in common: {shapes or 'none'}. "
             "If the source yields single examples, say batched=False."
         )
-        raise DataError(msg)
     return treedef.unflatten(leaves), sizes.pop()[0]
 
 

@@ -130,11 +130,10 @@ class PackedIterator(grain.DatasetIterator):
     def set_state(self, state: JSON) -> None:
         """Moves to a position; raises DataError if it is not one of these rows."""
         if not self._dataset.can_seek:
-            msg = (
+            raise DataError(
                 "these documents can only be read in order. Give a list or a Grain "
                 "dataset, or set the state of distribute_dataset's iterator."
             )
-            raise DataError(msg)
         before = state.get("packed") if isinstance(state, dict) else None
         if before != self._recipe:
             msg = f"the state is of rows packed with {before}, not with {self._recipe}."
@@ -189,9 +188,8 @@ def _tokens(document: Any, encode: Any, number: int) -> np.ndarray:
         return np.zeros(0, np.int32)
     is_array = values.ndim == 1 and values.dtype.kind in "iu"
     if not is_array or values.min() < 0 or values.max() > _LARGEST:
-        msg = (
+        raise DataError(
             f"document {number} gives {_checks.shown(document)}; a document is a text, "
             f"bytes, or a 1-D array of integers from 0 to {_LARGEST}."
         )
-        raise DataError(msg)
     return values.astype(np.int32)

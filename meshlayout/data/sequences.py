@@ -81,11 +81,10 @@ def pack_sequences(
         recipe["separator"] = count("separator", separator, at_least=0, hint=hint)
     _checks.choice("remainder", remainder, ("pad", "drop"), error=DataError)
     if mode == "pack" and remainder != "pad":
-        msg = (
+        raise DataError(
             f"remainder={remainder!r} is for mode='chunk', where all rows but the last "
             "are full. Packed rows are padded where nothing fits; leave it out."
         )
-        raise DataError(msg)
     is_text = isinstance(tokenizer, str)  # which has an `encode` of its own
     encode = tokenizer if is_text else getattr(tokenizer, "encode", tokenizer)
     if encode is not None:

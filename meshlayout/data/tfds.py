@@ -75,8 +75,7 @@ def from_tfds(
             thread does. Worker processes import the script that starts them, so put
             what the script runs under `if __name__ == "__main__":`.
         in_memory: Whether to decode the split once and keep it. None keeps it if its
-            examples have one size and take at most 1 GiB; `report()` says whether it
-            is.
+            examples have one size and take at most 1 GiB; `report()` says which.
         data_dir: Where TFDS keeps prepared datasets; None for its default.
         decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target, with weights

@@ -7,7 +7,7 @@ of random programs that were compared with one device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,12 +56,19 @@ def _windows(eqn: Equation) -> Iterator[tuple[Any, ...]]:
 
 
 def may_shard(
-    shape: tuple[int, ...], dim: int, eqn: Equation, count: int, *, is_part: bool
+    shape: tuple[int, ...],
+    dim: int,
+    eqn: Equation,
+    count: int,
+    *,
+    is_part: bool,
+    flat: Collection[int],
 ) -> bool:
     """Returns whether XLA may shard images, but over a part of the axes, as this dim.
 
     It would be a map of positions or a flat matrix: with `is_part`, over some of the
-    axes, else with too many shards for the first dim of the images.
+    axes, else with too many shards for the first dim of the images. `flat` has the
+    sizes of dims that are reshaped into others.
     """
     (lhs, rhs, _), size = eqn.params["dimension_numbers"], shape[dim]
     for var, spec in zip(eqn.invars, (lhs, rhs), strict=True):
@@ -69,7 +76,7 @@ def may_shard(
         area = math.prod(space)
         is_map = len(space) < len(shape) > dim + 1 and size in space
         is_pooled = spec is rhs and size > 8 * features and not area * features % size
-        is_flat = is_pooled or size in (area, area * features)
+        is_flat = size in flat and (is_pooled or size in (area, area * features))
         flat_dims = sorted(spec[2:] if size == area else (spec[0], *spec[2:]))
         first = next((d for d in flat_dims if var.aval.shape[d] > 1), spec[0])
         pooled = area * features // size if is_pooled and first != spec[0] else 1

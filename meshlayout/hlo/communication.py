@@ -19,8 +19,7 @@ from meshlayout.mesh import Mesh, as_mesh
 class Communication(Mapping[str, int]):
     """The collectives of a program; also a mapping from each kind to its count.
 
-    A collective in a loop counts once, but its bytes are added for every run. `print`
-    shows a table.
+    A collective in a loop counts once, its bytes in every run. `print` shows a table.
 
     Attributes:
         collectives: All of them, in the program's order.
@@ -136,8 +135,7 @@ def read_communication(
         program: What `jax.jit(...).lower(...).compile()` returns, or its text.
         mesh: The mesh it runs on; if None, that of its arguments and results.
         arguments: Names to show for arguments, by JAX's names as paths: `"state/w"`.
-        results: Names of the program's first results, to recognize gradients; names of
-            one leaf have the same end.
+        results: Names of its first results, for gradients; those of a leaf end alike.
 
     Raises:
         CommunicationError: If it is not a compiled program.

@@ -1,8 +1,7 @@
 """What a program computes: the FLOPs of its jaxpr, loops counted in full.
 
-XLA's own `cost_analysis` counts a loop's body once, has no FLOPs on GPUs, and describes
-what a platform's compiler made of the program. The jaxpr is the same on every platform,
-and knows how often its scans run.
+XLA's `cost_analysis` counts a loop's body once, has no FLOPs on GPUs, and depends on
+the platform's compiler. The jaxpr is the same on all, and knows how often scans run.
 """
 
 import math

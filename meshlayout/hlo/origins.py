@@ -1,9 +1,8 @@
 """Where a collective comes from: leaves of a state, modules and source lines.
 
 Values are followed back to the program's arguments through operations that only move or
-convert them. A gradient is not an argument; only the results that depend on it identify
-it: one leaf and its optimizer slots. In the metadata, JAX writes named scopes and its
-own transformations into one name.
+convert them. A gradient is no argument; the results that depend on it identify it: one
+leaf and its slots. JAX writes named scopes and its own transformations into one name.
 """
 
 import itertools

@@ -2,8 +2,7 @@ r"""From the layout of every leaf to a few patterns, and to Python.
 
 Models repeat: `blocks/0/query/kernel`, `blocks/1/query/kernel` and so on. Paths that
 differ in one key are joined, as `(query|key|value)`, and numbers that do not affect the
-layout become `\d+`. Each pattern is a whole path, so it does not match leaves that a
-model gets later.
+layout become `\d+`. Each pattern is a whole path, and matches no leaves added later.
 """
 
 import json

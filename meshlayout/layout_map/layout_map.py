@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 from jax.typing import DTypeLike
@@ -71,11 +71,9 @@ class LayoutMap(
         default: The layout of leaves that no pattern matches and whose metadata names
             no known axis. If None, they are replicated.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
-        unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
-            sharded and are never an error.
-        on_uneven: What to do with a dim that does not divide into its shards:
-            `"error"`, or `"replicate"` to leave it unsharded, which `explain` shows. A
-            `Rule` can have its own policy.
+        unmatched: `"replicate"` (or the default), or `"error"`, except for scalars.
+        on_uneven: `"error"` where a dim does not divide into its shards, or
+            `"replicate"` to leave it unsharded. A `Rule` can have its own policy.
         unused: What `create` and `scope` do about a rule that matches no path, and
             steps about one for no activation: `"warn"`, `"error"` or `"ignore"`.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
@@ -120,9 +118,7 @@ class LayoutMap(
             raise LayoutMapError("give default= or unmatched='error', not both.")
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
-        pairs: Any = rules.items() if isinstance(rules, Mapping) else rules
-        for pattern, value in pairs:
-            self[pattern] = value
+        self.update(cast("Any", rules))
 
     @property
     def mesh(self) -> Mesh:
@@ -191,9 +187,8 @@ class LayoutMap(
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
-        Use this to see or test layouts before anything is created. Rules that disagree
-        and layouts that do not fit raise a LayoutMapError; so do leaves without a rule
-        if `unmatched="error"`.
+        Use this to see or test layouts before anything is created. Rules that disagree,
+        layouts that do not fit and leaves that `unmatched` refuses are LayoutMapErrors.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
@@ -233,8 +228,7 @@ class LayoutMap(
         r"""Returns this map as Python, with a pattern for each kind of leaf.
 
         Use this to keep or edit the result of a ready-made rule. Notes become comments.
-        A rule or default that is a function needs the tree: patterns for its leaves
-        take the function's place.
+        Functions need the tree: patterns for its leaves take their place.
 
         Examples:
             >>> import meshlayout as ml

@@ -1,7 +1,6 @@
 """Layouts that parameters carry themselves: the axis names in Flax's metadata.
 
-Flax interprets them, so that a model written for `nn.logical_axis_rules` gets the same
-layouts.
+Flax interprets them: a model for `nn.logical_axis_rules` gets the same layouts.
 """
 
 import difflib

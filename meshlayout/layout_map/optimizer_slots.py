@@ -1,8 +1,7 @@
 """Optimizer states: every slot takes the layout of the parameter it belongs to.
 
 A slot's path ends with that of its parameter: `opt_state/0/mu/encoder/kernel` belongs
-to `params/encoder/kernel`. The longest common end wins, among parameters whose shape
-explains the slot's.
+to `params/encoder/kernel`. The longest common end wins, if the shape fits.
 """
 
 import itertools

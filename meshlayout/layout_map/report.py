@@ -138,8 +138,7 @@ class Explanation(Resolved):
     Attributes:
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the winners.
-        sends: Bytes that all-reduces send in one step because of a rule, by pattern, if
-            a program was traced.
+        sends: Bytes that all-reduces send in one step, by pattern, if known.
     """
 
     mesh: Mesh
@@ -152,8 +151,7 @@ class Explanation(Resolved):
         """Paths of large leaves that every device holds in full."""
         large = max(_LARGE_BYTES, _LARGE_SHARE * self.nbytes)
         whole = [x for x in self.resolutions if x.current_layout.is_fully_replicated]
-        is_shared = self.mesh.size > 1
-        return tuple(x.path for x in whole if is_shared and x.nbytes >= large)
+        return tuple(x.path for x in whole if self.mesh.size > 1 and x.nbytes >= large)
 
     @property
     def notes(self) -> list[str]:
@@ -179,18 +177,16 @@ class Explanation(Resolved):
             yield text + (f" Nearest: {', '.join(near)}." if near else "")
 
     def __str__(self) -> str:
-        headers, align, rows = self._table()
-        table = _render.text_table(headers, rows, align=align)
-        return "\n".join([repr(self.mesh), table, self._total(), *self.notes])
+        table = _render.text_table(*self._table(), [self._total(), *self.notes])
+        return f"{self.mesh!r}\n{table}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        caption, notes = repr(self.mesh), [self._total(), *self.notes]
-        headers, align, rows = self._table()
-        return _render.html_table(headers, rows, align, caption=caption, notes=notes)
+        notes = [self._total(), *self.notes]
+        return _render.html_table(*self._table(), repr(self.mesh), notes)
 
-    def _table(self) -> tuple[list[str], str, list[list[str]]]:
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
         groups: dict[str, dict[tuple[str, ...], list[Resolution]]] = {}
         for leaf in self.resolutions:
             rule = "(placed)" if leaf.placed else leaf.rule or f"({leaf.reason})"
@@ -207,8 +203,8 @@ class Explanation(Resolved):
                 sends = None  # once for each rule
         headers = ["path", "array", "layout", "rule", "bytes/device", "saving"]
         if self.sends:
-            return [*headers, "sent/step"], "llllrrr", rows
-        return headers, "llllrr", [row[:-1] for row in rows]
+            return [*headers, "sent/step"], rows, "llllrrr"
+        return headers, [row[:-1] for row in rows], "llllrr"
 
     def _total(self) -> str:
         per_device, saving = _sizes(self.resolutions)

@@ -1,7 +1,6 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
-The sources of layouts, in this order: rules, logical axes, for optimizer states the
-parameter, and the default.
+In this order: rules, logical axes, for optimizer states the parameter, and the default.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from meshlayout.layout_map.rules import (
     checked_rule,
     parse_spec,
 )
-from meshlayout.mesh import Mesh
+from meshlayout.mesh import Mesh, sizes_text
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -135,15 +134,17 @@ class Resolver:
 
     def _of_leaf(self, resolution: Resolution, leaf: _paths.Leaf) -> Resolution:
         """Returns a resolution for a leaf, with its path, and where it is now."""
-        x, placed = leaf.value, None
+        x, placed, note = leaf.value, None, resolution.note
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             actual, planned = x.sharding, resolution.layout.sharding
-            is_named = isinstance(actual, NamedSharding) and actual.mesh == planned.mesh
-            if is_named and not actual.is_equivalent_to(planned, x.ndim):
+            is_named = isinstance(actual, NamedSharding)
+            if is_named and actual.mesh != planned.mesh:
+                place = f"now on Mesh({sizes_text(actual.mesh.shape)})"
+                note = note or f"{place}; this is what the map would give it"
+            elif is_named and not actual.is_equivalent_to(planned, x.ndim):
                 with contextlib.suppress(LayoutError):  # partial sums have no layout
                     placed = Layout.of(actual, x.ndim)
         axes = tuple(jax.tree.leaves(logical_axes(leaf.box)))
-        note = resolution.note
         if placed and self._options.logical_axes and not axes:
             note = note or "plain arrays have lost their axis names: explain the state"
         return replace(resolution, path=leaf.path, placed=placed, axes=axes, note=note)
@@ -225,11 +226,9 @@ class Resolver:
         rule, function = parsed.rule, parsed.function
         if function is not None:
             context = f"in the function of rule {parsed.pattern!r}, called for {array}"
+            extend = None if layout is None else getattr(function, "extend", None)
             with _checks.noted(context):
-                if layout is None or not hasattr(function, "extend"):
-                    result = function(*array)
-                else:
-                    result = function.extend(*array, layout)
+                result = extend(*array, layout) if extend else function(*array)
             rule = checked_rule(result, f"{array}: rule {parsed.pattern!r}")
             if rule.layout is None:
                 return None

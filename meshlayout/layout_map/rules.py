@@ -43,8 +43,7 @@ class Rule:
             `"replicate"` to leave that dim unsharded. None uses the map's policy.
         note: Why, in one sentence, for `explain` and `to_code`.
         sends: Bytes that all-reduces send in one step because of this rule, if known.
-        is_generated: Whether a function of `meshlayout.parallel` made this rule. Your
-            own rules for the same leaf then win.
+        is_generated: Whether `meshlayout.parallel` made it, so that your own rules win.
         yields: A mesh axis over which the layout of an activation spreads to other
             arrays only where layouts of parameters do not.
     """

@@ -190,12 +190,16 @@ def _as_metric(name: str, metric: object) -> Any:
         return Accuracy(labels="labels", threshold=threshold)
     is_class = isinstance(metric, type)
     if is_class and issubclass(metric, (Metric, nnx.metrics.Metric)):
-        fact = f"is a class; give an instance: {metric.__name__}()."
+        names = "labels='y'" * hasattr(metric, "labels")
+        fact = f"is a class; give an instance: {metric.__name__}({names})."
     elif isinstance(metric, str):
         fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
     elif inspect.isfunction(metric):
         fact = "is no metric: return its value per example as an output of the loss "
-        fact += f"function, and write ml.metrics.Mean(values={name!r})."
+        fact += (
+            f"function, and write ml.metrics.Mean(values={name!r}). For a value of a"
+        )
+        fact += f" whole epoch, write a callback that sets logs['val_{name}']."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
         fact = (
             f"is not a metric such as {_EXAMPLE}: it must have {', '.join(_PROTOCOL)}, "

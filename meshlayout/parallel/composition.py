@@ -1,7 +1,6 @@
 """`compose`: several maps for one model, each on axes of its own.
 
-All patterns, and the default, lead to one rule that asks the parts in turn: the result
-is a plain map that can be printed, extended and locked.
+All patterns lead to one rule that asks the parts in turn: the result is a plain map.
 """
 
 from dataclasses import dataclass, field

@@ -7,8 +7,7 @@ of its operands, a matmul those that it sums over. What is one factor in the end
 union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
-every factor below another one in its dim, because a sharding divides the major one,
-unless both are sharded together.
+one below another in its dim, unless both are sharded: shards divide the major one.
 """
 
 import functools
@@ -284,17 +283,3 @@ class Flow:
         """Notes that a reduction to an array of some size ends dims."""
         nbytes = self._nbytes(size)
         self.reductions += [(factor, nbytes) for dim in dims for factor in dim]
-
-    def look_up(self, table: Value, dims: Iterable[Dim], size: int) -> None:
-        """Notes that an array of some size is looked up along dims of a table."""
-        if table.weights:
-            self.contract(dims, (table,), size)
-            self.lookups |= self.new_bits
-        else:
-            self.reduce(dims, size)
-
-    def add_lookups(self, args: Iterable[Value]) -> None:
-        """Notes that arrays are combined, if all of them were only looked up."""
-        bits = [arg.history for arg in args if arg.history]
-        if len(bits) > 1 and not union(bits) & ~self.lookups:
-            self.added_lookups.add(union(bits))

@@ -21,6 +21,7 @@ from meshlayout.parallel.factors import (
     link,
     link_all,
     regroup,
+    union,
 )
 
 
@@ -63,7 +64,9 @@ def _elementwise(flow: Flow, eqn: Equation, *args: Value) -> list[Dims]:
             flow.sum_gradient(arg, served, math.prod(shapes[0]))
     if len(args) > 1:
         flow.together.append(tuple(dims))
-        flow.add_lookups(args)
+        bits = [arg.history for arg in args if arg.history]
+        if len(bits) > 1 and not union(bits) & ~flow.lookups:
+            flow.added_lookups.add(union(bits))
     return [tuple(dims)] * len(shapes)
 
 
@@ -271,7 +274,11 @@ def _look_up(flow: Flow, eqn: Equation, x: Value, indices: Value) -> list[Dims]:
             block([x.dims[dim]], how)
     if not indices.of_inputs:  # as positions are: each example reads the same rows
         block(looked_up, "it is looked up at fixed places")
-    flow.look_up(x, looked_up, math.prod(shape))
+    if x.weights:
+        flow.contract(looked_up, (x,), math.prod(shape))
+        flow.lookups |= flow.new_bits
+    else:
+        flow.reduce(looked_up, math.prod(shape))
     flow.together.append(tuple(result))
     return [tuple(result)]
 

@@ -132,11 +132,8 @@ def _as_loss(call: Call) -> Call:
     with suppress(ValueError):  # some of NumPy's have no signature
         parameters = {**inspect.signature(call).parameters}
     makers = {"rngs": lambda: nnx.Rngs(0), "train": lambda: True}
-    needed = [
-        x
-        for x in makers
-        if x in parameters and parameters[x].default is inspect.Parameter.empty
-    ]
+    empty = inspect.Parameter.empty
+    needed = [x for x in makers if x in parameters and parameters[x].default is empty]
     return lambda *args: call(*args, **{name: makers[name]() for name in needed})
 
 
@@ -211,8 +208,7 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     flow.new_bits = 0
     flow.itemsize = max([1, *(_jax.itemsize(v.aval.dtype) for v in eqn.outvars[:1])])
     dims = OPERATIONS.get(name, unknown)(flow, eqn, *args)
-    # A slice of a weight is a weight, whatever says where it begins; but not a row that
-    # the inputs choose.
+    # A slice of a weight is a weight; but not a row that the inputs choose.
     is_row = sum(map(bool, [*dims, ()][0])) < 2 and any(x.of_inputs for x in args[1:])
     sources = args[:1] if name == "dynamic_slice" and not is_row else args
     results = [

@@ -5,8 +5,7 @@ through the program is sharded together or not at all: the columns of one matrix
 rows of the next, all heads of an attention, a vocabulary. Each such set of dims is a
 candidate, with the bytes that it shards and what it would send. A parameter is sharded
 along one dim, so candidates exclude each other; the set with the most bytes is taken,
-where bytes that send much count less. That leaves the features between blocks whole,
-and gives columns, then rows.
+where bytes that send much count less. That gives columns, then rows.
 
 What cannot be sharded without sending more stays whole, and `explain` says why.
 """
@@ -62,9 +61,8 @@ def tensor_parallel(
 
     Args:
         mesh: The mesh.
-        model_or_build: An NNX module, a Linen module (not initialized), a pytree of
-            parameters with `call`, or a function without arguments that builds one;
-            the arrays may be `jax.ShapeDtypeStruct`.
+        model_or_build: An NNX or Linen module (not initialized), a pytree of parameters
+            with `call`, or a function that builds one; the arrays may be abstract.
         example_inputs: The inputs of the model: a tuple of arguments, or a single one.
             Only the shapes of arrays matter; other values are passed on.
         axis: The mesh axis to shard over; the others shard the batch.
@@ -73,8 +71,7 @@ def tensor_parallel(
         sequence: Whether to shard the features between blocks along the sequence, where
             the model calls `ml.constrain(x, "residual")` on (batch, length, features):
             an all-reduce becomes a reduce-scatter and an all-gather (Korthikanti et al.
-            2022). Give the map to the step, too, as `layouts=`: it gathers once what
-            several matrices read.
+            2022). Give the step the map, too, as `layouts=`, to gather only once.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -119,8 +116,7 @@ def tensor_parallel(
         rules[param.path] = Rule(Layout(entries, mesh), note=note or None, sends=sends)
     if not sequence:
         return LayoutMap(mesh, rules_for(rules))
-    rows = batch_axes(mesh)
-    residual = Rule((rows, axis, ...), is_generated=True, yields=axis)
+    residual = Rule((batch_axes(mesh), axis, ...), is_generated=True, yields=axis)
     every = {**rules_for(rules), "^residual$": residual}
     return LayoutMap(mesh, every, unused="ignore")
 
@@ -150,8 +146,7 @@ def expert_parallel(
 
     Raises:
         MeshError: If the mesh has no such axis.
-        LayoutMapError: If the model cannot be called like this, or none of its
-            parameters is a stack of experts.
+        LayoutMapError: If the model cannot be called like this, or has no experts.
 
     Examples:
         >>> import meshlayout as ml

@@ -9,6 +9,7 @@ images and kernel alike, else refused. From images in space, wrong axes are hidd
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,6 +39,7 @@ class _Step(NamedTuple):
     fixed: list[_Array]  # by constraints
     kernels: set[tuple[int, ...]]  # the shapes of those that have a gradient
     paths: Sequence[str]  # of the parameters
+    flat: set[int]  # the sizes of dims that reshapes join or divide
     sizes: Mapping[str, int]  # of the axes
     is_late: bool  # XLA compiles already
 
@@ -64,13 +66,14 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
         if x.primitive.name == "sharding_constraint"
     ]
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
+    flat = {n for x in _jax.equations(jaxpr) for n in _reshaped(x)}
 
     def find() -> _Axes:
         meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
         sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
         arrays = list(map(_array, shapes, shardings))
         parts = arrays[:num_params], arrays[num_params:]
-        step = _Step(*parts, fixed, kernels, names, sizes, is_late=bool(unknown))
+        step = _Step(*parts, fixed, kernels, names, flat, sizes, bool(unknown))
         return _Axes().union(*(_hidden(window, step) for window in windows))
 
     def tell(index: int, sharding: object) -> None:
@@ -99,6 +102,14 @@ def _is_kernel_gradient(window: Equation) -> bool:
     # JAX writes it with the features in the place of the batch dim.
     lhs_spec, _, out_spec = window.params.get("dimension_numbers", [(0,)] * 3)
     return lhs_spec[0] > 0 or lhs_spec != out_spec
+
+
+def _reshaped(eqn: Equation) -> Counter[int]:
+    """Returns the dims that a reshape changes, before and after."""
+    if eqn.primitive.name != "reshape":
+        return Counter()
+    before, after = (Counter(x[0].aval.shape) for x in (eqn.invars, eqn.outvars))
+    return (before - after) + (after - before)
 
 
 def _array(shape: tuple[int, ...], sharding: object) -> _Array:
@@ -174,7 +185,7 @@ def _dim_over_space(eqn: Equation, spare: _Axes, step: _Step) -> str:
         for dim, axes in enumerate(() if is_kernel else dims):
             count = math.prod(step.sizes[x] for x in axes & spare)
             is_part = axes & spare != spare
-            if may_shard(shape, dim, eqn, count, is_part=is_part):
+            if may_shard(shape, dim, eqn, count, is_part=is_part, flat=step.flat):
                 return f"dim {dim} of {name!r} may shard images in space"
     return ""
 

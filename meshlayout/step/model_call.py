@@ -216,7 +216,10 @@ def _layers_with_dtype(model: Module, function: Callable[[Any], Any]) -> set[str
 
 def _casting(policy: PrecisionPolicy, model: Module) -> Interceptor:
     def set_dtype(module: Any) -> None:
-        if policy.compute and getattr(module, "dtype", policy.compute) is None:
+        own = getattr(module, "dtype", policy.compute)
+        if isinstance(module, nnx.Embed) and own == module.param_dtype:
+            own = None  # for which Flax takes that of the table
+        if policy.compute and own is None:
             object.__setattr__(module, "dtype", policy.compute)
 
     # Linen's layers exist only while they are called.

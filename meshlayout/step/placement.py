@@ -39,7 +39,7 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
                 f"over {', '.join(map(repr, axes))} of {Mesh(mesh)!r}: every "
                 "device would compute all of them. Pad or drop rows, or take "
                 "ml.distribute_dataset(source, mesh), which pads the last batch and "
-                "gives the padding weight 0."
+                "gives the padding weight 0. To predict, Trainer.predict pads and cuts."
             )
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))

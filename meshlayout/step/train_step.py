@@ -95,7 +95,8 @@ def make_train_step(
             `"skip"` to keep the state unchanged and count the step in `state.extra`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it.
+            or a `PrecisionPolicy`. A layer that names its own `dtype` keeps it; of
+            an `nnx.Embed`, only one that its table does not have counts.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules that have submodules), `"full"`, or a policy of
             `jax.checkpoint_policies` for the blocks.

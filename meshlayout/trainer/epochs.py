@@ -232,12 +232,12 @@ class TrainerInput:
         is_tuple = isinstance(batch, (tuple, list))  # without names
         if rows % (num_shards := _batches.num_row_shards(layout)):
             # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
-            advice = ". Batches are tuples: write x, y, *_ = batch, and give Trainer "
-            advice += "weights=2; or use dicts"
+            way = "return one loss per example"
+            if is_tuple:
+                way = "write x, y, *_ = batch, and give Trainer weights=2; or use dicts"
             self._warn(
                 f"a batch of {rows} rows does not divide into {num_shards} shards: "
-                "every device computes all of it. To have it padded, return one loss "
-                f"per example{advice * is_tuple}."
+                f"every device computes all of it. To have it padded, {way}."
             )
             layout = mesh.layout(...)
         # A scalar, such as a temperature for the loss, has no rows to shard.
@@ -333,8 +333,12 @@ def checked_columns(
             msg = f"{where}: the data frame has the columns {mine}, and that of fit had"
             way = "give them in that order."
             if less != more:
-                way = f"missing: {less}; extra: {more}. Write frame.reindex("
-                way += "columns=columns, fill_value=0), with the columns of fit."
+                way = f"missing: {less}; extra: {more}. Prepare it as that of fit."
+                # As `get_dummies` names them; other columns of 0 would be wrong data.
+                dummies = {str(name).rpartition("_")[0] for name in names} - {""}
+                if dummies.issuperset(str(name).rpartition("_")[0] for name in lacks):
+                    way += " After pd.get_dummies, write frame.reindex(columns=columns,"
+                    way += " fill_value=0), with the columns of fit."
             raise MeshLayoutError(f"{msg} {theirs}: {way}")
     return columns
 

@@ -50,9 +50,12 @@ class History(_checks.WithReflexes, dict[str, list[Any]]):
     def plot(self, *names: str) -> Curves:
         """Returns curves of some or all metrics, to print or to show in a notebook.
 
-        Values that are not finite and metrics with dims are left out.
+        Values that are not finite and metrics with more than one dim are left out.
         """
-        return Curves.of(self.epochs, {name: self[name] for name in names or self})
+        flat = History()
+        for number, epoch in enumerate(self.epochs):
+            flat.add(epoch, scalars({x: self[x][number] for x in names or self}))
+        return Curves.of(self.epochs, flat)
 
     @_checks.user_call
     def __missing__(self, name: str) -> NoReturn:
@@ -83,13 +86,20 @@ def unseen(name: str, known: Collection[str]) -> str:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values without dims, as floats."""
-    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
+    """Returns values as floats, those of one dim as `name_0`, `name_1` and so on."""
+    return {
+        "_".join([name, *map(str, index)]): float(number)
+        for name, value in values.items()
+        if np.ndim(value) < 2
+        for index, number in np.ndenumerate(value)
+    }
 
 
-def value_text(value: float | np.ndarray) -> str:
+def value_text(value: Any) -> str:
     """Returns a metric's value with four decimals, or in powers of ten."""
-    if isinstance(value, np.ndarray):
+    if np.ndim(value) == 1 and len(value) <= 10:
+        return f"[{' '.join(map(value_text, value))}]"
+    if np.ndim(value):
         return _render.array_text(value.dtype, value.shape)
     is_plain = not value or 0.01 <= abs(value) < 1e5
     return f"{value:.4f}" if is_plain else f"{value:.2e}"

@@ -39,16 +39,17 @@ from meshlayout.trainer.epochs import (
     real_rows,
     split_rows,
 )
-from meshlayout.trainer.history import History, unseen
+from meshlayout.trainer.history import History, scalars, unseen
 from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 
 
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
-_NAN_LOSS = (
-    "the loss is NaN, as NaN in the data makes it, or labels or embedding indices out "
-    "of range (-1 counts as the last one). Parameters that are NaN stay so: create the "
-    "state and the trainer again. callbacks=[ml.callbacks.StopOnNaN()] stops, "
-    "on_nonfinite='skip' leaves such steps out; jax_debug_nans finds them."
+_NAN = (
+    "the {0} is NaN, as too high a learning rate makes it, NaN in the data, or labels "
+    "or embedding indices out of range (-1 counts as the last one). Parameters that "
+    "are NaN stay so: create the state and the trainer again. "
+    "callbacks=[ml.callbacks.StopOnNaN({0!r})] stops, on_nonfinite='skip' leaves such "
+    "steps out; jax_debug_nans finds them."
 )
 
 
@@ -242,6 +243,8 @@ class Trainer(_checks.WithReflexes):
         arguments = data, batch_size, seed, steps_per_epoch
         source, self._validation = TrainerInput(self, "fit", "train", *arguments), None
         if validation_data is not None:
+            if type(self).eval_step is Trainer.eval_step:
+                _check_form(data, validation_data)
             kind = None if is_columns(data) else batch_size  # examples, as train is
             size = batch_size if has_rows(validation_data, kind) else None
             names = "fit: validation", "validation_data"
@@ -375,26 +378,33 @@ class Trainer(_checks.WithReflexes):
             values = self._evaluate(self._validation)
             logs.update({f"val_{name}": value for name, value in values.items()})
         self.history.add(position.epoch, logs)
-        is_nan = isinstance(logs.get("loss"), float) and math.isnan(logs["loss"])
-        if is_nan and not any(isinstance(x, StopOnNaN) for x in self._callbacks):
-            self._report.warn(_NAN_LOSS)
+        losses = "loss", "val_loss"
+        nan = [x for x in losses if math.isnan(scalars(logs).get(x, 0.0))]
+        watched = [x._monitor for x in self._callbacks if isinstance(x, StopOnNaN)]
+        if nan and nan[0] not in watched:
+            self._report.warn(_NAN.format(nan[0]))
         self._notify("on_epoch_end", position.epoch, logs)
 
     def _check_monitors(self, metrics: Mapping[str, Any]) -> None:
         """Refuses a callback whose value will never exist, as soon as that is known."""
         has_val = self._validation is not None
         names = [*metrics, *(f"val_{name}" for name in metrics if has_val)]
-        is_own, may_add = type(self).eval_step is not Trainer.eval_step, False
-        for callback in self._callbacks:
-            # A user's callback may add values, which later ones can watch.
-            may_add |= not callback.__module__.startswith("meshlayout.")
+        is_own = type(self).eval_step is not Trainer.eval_step
+        # A user's callback may add values, which later ones can watch.
+        adds = [not x.__module__.startswith("meshlayout.") for x in self._callbacks]
+        for number, callback in enumerate(self._callbacks, 1):
             name = callback._monitor
-            if not name or may_add or name in names:
+            size = np.size(metrics.get(name.removeprefix("val_"), 0.0))
+            fact = f"{name!r} has {size} values: watch a scalar, as of average='macro'."
+            if name in names and size > 1:
+                raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
+            if not name or any(adds[:number]) or name in names:
                 continue
             is_val = name.startswith("val_")
             if (is_val and not has_val) or (metrics and not (is_val and is_own)):
                 known = ", ".join(map(repr, names)) or "what a step returns"
                 fact = f"there will be no {name!r}, only {known}.{unseen(name, names)}"
+                fact += " If a later callback adds it, list that one first." * any(adds)
                 raise MeshLayoutError(f"{type(callback).__name__}: {fact}")
 
     def _end_if_preempted(self, preemption: Preemption | None) -> None:
@@ -438,6 +448,20 @@ class Trainer(_checks.WithReflexes):
             except (errors.LossError, errors.MetricError):
                 self._pads = False
         return self._pads is not False
+
+
+def _check_form(data: PyTree, validation: PyTree) -> None:
+    """Refuses validation arrays in a form other than that of the training arrays."""
+    pair = data, validation
+    is_tuple = [isinstance(x, tuple) for x in pair]
+    is_dict = [isinstance(x, Mapping) or hasattr(x, "columns") for x in pair]
+    if all(map(is_columns, pair)) and any(x != y for x, y in (is_tuple, is_dict)):
+        theirs, mine = map(_checks.type_text, pair)
+        names = data if isinstance(data, Mapping) else ()
+        form = ", ".join(f"{name!r}: {name}v" for name in names)
+        way = "(xv, yv)" if is_tuple[0] else f"{{{form}}}" if form else theirs
+        msg = f"fit: validation_data is {mine}, and the training data {theirs}: write"
+        raise MeshLayoutError(f"{msg} {way}.")
 
 
 def _check_layouts(state: TrainState, layouts: LayoutMap) -> None:

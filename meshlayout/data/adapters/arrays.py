@@ -83,7 +83,8 @@ def array_rows(tree: PyTree) -> Rows:
     entries, treedef = flatten(tree, is_leaf=_is_column_list)
     columns = {leaf_path(keys): leaf for keys, leaf in entries}
     indexes = [x.index for x in columns.values() if hasattr(x, "iloc")]
-    if any(not x.equals(indexes[0]) and x.isin(indexes[0]).all() for x in indexes):
+    paired = [x for x in indexes if len(x) == len(indexes[0])]
+    if any(not x.equals(indexes[0]) and x.isin(indexes[0]).all() for x in paired):
         msg = "rows are paired by position, not by index, and the index has one order"
         _log.warning(f"{msg} in x and another in y: perhaps write y.loc[x.index].")
     columns = {path: as_array(path, leaf) for path, leaf in columns.items()}
@@ -97,7 +98,13 @@ def array_rows(tree: PyTree) -> Rows:
         first = [(path, columns[path]) for path in sizes.values()][:3]
         shapes = [f"{leaf_text(p)} {x.dtype}{[*x.shape]}" for p, x in first]
         msg = "the first dim of every array counts the examples, and must be the same."
-        raise DataError(f"{' and '.join(shapes)}: {msg} Of a list, write np.stack(x).")
+        hint = "Of a list, write np.stack(x)." * any("/" in path for path in columns)
+        if () in sizes:
+            hint = "One row is frame.iloc[[0]], or x[:1]."
+        elif len(indexes) == len(columns):  # all of pandas
+            many, few = "xy" if len(indexes[0]) > len(indexes[-1]) else "yx"
+            hint = f"If their index pairs them, write {many}.loc[{few}.index]."
+        raise DataError(f"{' and '.join(shapes)}: {msg} {hint}".rstrip())
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn
 from rich.table import Column
 
 from meshlayout import _checks
-from meshlayout._render.consoles import console_on, is_notebook
-from meshlayout._render.tables import html_block, html_text
+from meshlayout._render.tables import console_on, html_block, html_text, is_notebook
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
@@ -130,7 +129,7 @@ class Progress(Callback):
         is_ready = all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
         if self._pending is not None and is_ready:
             (position, values), self._pending = self._pending, None
-            texts = [f"  {k} {value_text(x)}" for k, x in scalars(values).items()]
+            texts = [f"  {k} {value_text(x)}" for k, x in values.items() if not x.ndim]
             rate = self._rate_text(position, now_s - self._epoch_start_s)
             self._show(position, "".join([*texts, f"  {rate}"]))
 
@@ -150,7 +149,7 @@ class Progress(Callback):
         # Without validation there is no `_trained_s`: the epoch was all training.
         rate = self._rate_text(position, self._trained_s or epoch_s)
         facts += [rate] if rate else []
-        texts = [f"{name} {value_text(x):>8}" for name, x in scalars(logs).items()]
+        texts = [f"{name} {value_text(x):>8}" for name, x in logs.items()]
         line = "  ".join([_title(position), *texts])
         while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
@@ -186,16 +185,17 @@ def _title(position: TrainingPosition) -> str:
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
-    A CSV file has the columns of its first epoch. A JSON-lines file has one object per
-    line, with lists for metrics with dims, and null for values that are not finite. A
-    later `fit` with the same callback and a resumed run append, perhaps an epoch twice.
+    A CSV file has the columns of its first epoch: `name_0`, `name_1` and so on for a
+    metric with one dim, none for more. A JSON-lines file has one object per line, with
+    lists for metrics with dims, and null for values that are not finite. A later `fit`
+    with the same callback and a resumed run append, perhaps an epoch twice.
 
     Args:
         path: `log.csv` or `log.jsonl`, overwritten; or a directory for TensorBoard.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._mode = Path(path), "w+"
+        self._path, self._begins = Path(path), True
         self._kind, self._tensorboard = self._path.suffix, None
         if self._kind not in (".csv", ".jsonl"):
             options = {"extra": "tensorboard", "purpose": "Log for TensorBoard"}
@@ -209,20 +209,21 @@ class Log(Callback):
         if self._tensorboard is not None:  # a new file, beside those of other runs
             self._file = self._tensorboard.SummaryWriter(str(self._path))
         else:
-            mode = "a+" if trainer.position.is_resumed else self._mode
-            self._file = self._path.open(mode, encoding="utf-8", newline="")
-        self._mode = "a+"
+            self._file = self._path.open("a+", encoding="utf-8", newline="")
+        self._begins &= not trainer.position.is_resumed
 
     def on_epoch_end(self, trainer: Trainer, epoch: int, logs: Logs) -> None:
         if self._file is None:
             return
-        step, values = trainer.position.step, scalars(logs)
+        if self._begins and self._tensorboard is None:  # now that a run has begun
+            self._file.truncate(0)
+        self._begins, step, values = False, trainer.position.step, scalars(logs)
         row: dict[str, Any] = {"epoch": epoch, "step": step, **values}
         if self._kind == ".jsonl":
             lists = {name: np.asarray(value).tolist() for name, value in logs.items()}
             # JSON has no number for what is not finite.
             lists = jax.tree.map(lambda x: x if math.isfinite(x) else None, lists)
-            self._file.write(json.dumps({**row, **lists}) + "\n")
+            self._file.write(json.dumps({"epoch": epoch, "step": step, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
             # The columns of an existing file count, not those of this run.

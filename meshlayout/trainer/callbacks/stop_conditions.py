@@ -30,8 +30,9 @@ class EarlyStopping(Callback):
         min_delta: The smallest difference that counts as an improvement.
         mode: `"min"` or `"max"`: the better values; by default lower for losses.
         restore_best: Whether `fit` ends with the parameters, other arrays of the model
-            and moving average of the best epoch, which the devices keep a copy of. A
-            resumed run has none of earlier epochs; `Checkpointer(best=...)` does.
+            and moving average of the best epoch, which the devices keep a copy of.
+            Checkpoints, and what a resumed run has, are those of the latest epochs:
+            restore `step="best"` of a `Checkpointer(best=...)`.
     """
 
     def __init__(
