@@ -199,10 +199,9 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if "model" in changes:
             model = changes.pop("model")
             if not isinstance(model, nnx.Module):
-                msg = (
-                    f"replace takes an NNX module as model, got {_checks.shown(model)}"
-                )
-                raise StateError(f"{msg}. Otherwise give params and model_state.")
+                msg = "replace takes an NNX module as model, got "
+                msg += f"{_checks.shown(model)}. Otherwise give params and model_state."
+                raise StateError(msg)
             changes["params"] = nnx.state(model, nnx.Param)
             changes["model_state"] = self.model_state_of(model)
         fields = ("params", "opt_state", "model_state", "step")

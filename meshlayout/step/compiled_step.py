@@ -8,7 +8,6 @@ changed, whether the result fits, whether all processes agree.
 import contextlib
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -495,10 +494,9 @@ def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
 
 def layout_of(leaf: Leaf) -> Any:
     """Returns the sharding of a leaf that is bound to one, else None."""
-    if isinstance(leaf, Tracer):  # the step is called inside another jit
-        return None
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
+    if isinstance(leaf, jax.Array):  # a tracer, if it is called inside another jit
+        is_bound = not isinstance(leaf, Tracer) and leaf.committed
+        return leaf.sharding if is_bound else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
@@ -512,7 +510,7 @@ def _unplaced(named: Mapping[str, Leaf]) -> tuple[list[str], bool]:
 def _check_rows(named: Mapping[str, Leaf], mesh: Any) -> None:
     """Warns of a batch that nobody has placed, whose rows all devices compute."""
     axes, (unplaced, is_sharded) = batch_axes(mesh), _unplaced(named)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
+    shards = np.prod([mesh.shape[axis] for axis in axes], dtype=int)
     rows = [name for name in unplaced if np.shape(named[name])[0] % shards == 0]
     if rows and shards > 1 and not is_sharded:
         way = f"ml.relayout({rows[0].partition('/')[0]}, mesh.layout({axes[0]!r}, ...))"
