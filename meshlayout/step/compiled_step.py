@@ -281,8 +281,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
             named, whole = self._named(args[:1], {}), PartitionSpec()
             new, is_sharded = _unplaced(named)
-            is_ours = type(args[0]) is TrainState and layout_of(args[0].step)
-            if new and (is_sharded or is_ours):
+            if new and (is_sharded or type(args[0]) is TrainState):
                 text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
                 text += ". To shard it, write ml.relayout(x, layout)."
                 warnings.warn(text, LayoutWarning, stacklevel=stack_level())
