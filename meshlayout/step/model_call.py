@@ -142,11 +142,8 @@ def call_model(
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
             others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
-            return state.program.module.bind(
-                {"params": params, **others},
-                rngs=streams,
-                mutable=[*others, *_PASSING],
-            )
+            variables, mutable = {"params": params, **others}, [*others, *_PASSING]
+            return state.program.module.bind(variables, rngs=streams, mutable=mutable)
         model = replace(state, params=params).model
         if not train:
             model.eval()
