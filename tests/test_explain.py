@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import meshlayout as ml
@@ -57,14 +58,15 @@ def test_rules_without_effect_and_large_whole_leaves_are_named(mesh, tree):
 
 @pytest.mark.parametrize("shape", [(3, 3, 1, 8), (8, 1, 3, 3)])
 def test_what_may_be_a_grouped_kernel_is_noted_if_an_axis_is_left_over(mesh, shape):
-    kernel = {"kernel": jax.ShapeDtypeStruct(shape, "float32"), "bias": (8,)}
+    kernel = {"kernel": jax.ShapeDtypeStruct(shape, "float32")}
+    slots = jax.eval_shape(optax.adam(0.1).init, kernel)
     alone, dim = ml.create_mesh({"batch": 8}), shape.index(8)
     channels = ml.LayoutMap(
         mesh, {"kernel": [None] * dim + ["model"] + [None] * (3 - dim)}
     )
-    (note,) = ml.LayoutMap(mesh).explain(kernel).notes
-    assert note.startswith("note: kernel: in a grouped convolution, XLA may multiply ")
-    assert note.endswith("a train step refuses that, jax.jit of your own does not")
+    (note,) = ml.LayoutMap(mesh).explain({"params": kernel, "slots": slots}).notes
+    assert note.startswith("note: kernel: if its feature_group_count > 1, XLA may ")
+    assert note.endswith("and train steps refuse that, jax.jit does not")
     for layouts in (channels, ml.LayoutMap(alone)):
         assert not layouts.explain(kernel).notes
 

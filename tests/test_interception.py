@@ -106,6 +106,21 @@ def test_a_stream_of_nnx_is_not_copied_into_a_recomputed_linen_block():
         step(state, on(mesh, {"x": X}))
 
 
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, *streams):
+        return nn.Dense(4)(x), [jax.random.bits(self.make_rng(x)) for x in streams]
+
+
+def test_evaluation_binds_all_random_streams_of_linen_but_dropout():
+    state = create_linen(mesh_of(batch=8), Noisy())
+    predict = lambda *streams: ml.make_predict_step(lambda m, x: m(x, *streams)[1])
+    a, b = predict("a", "b")(state, X)
+    assert [a] == predict("a")(state, X) != [b]
+    with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
+        predict("a", "dropout")(state, X)
+
+
 class Norms(nnx.Module):
     def __init__(self, axis_name, rngs):
         self.linear = nnx.Linear(4, 4, rngs=rngs)

@@ -150,6 +150,7 @@ REFUSED = [
     ("two", 1, (None, ("h", "w")), {}, "'batch'"),
     # Channels that are sharded in another way.
     ("two", 8, ("batch",), CHANNELS, SPARE),  # the step's argument has them whole
+    ("three", 8, ("batch",), {"second": (..., ("h", "w"))}, SPARE),
     ("three", 8, ("batch",), kernels(..., "h"), SPARE),  # "w" is still left over
     ("three", 8, ("batch",), kernels(..., ("batch", "h", "w")), SPARE),
     ("three", 2, ("batch",), CHANNELS, SPARE),  # groups that are cut
@@ -171,8 +172,8 @@ def test_gradients_that_xla_multiplies_are_refused(
     layout = ml.create_mesh(AXES, axis_types=types).layout(*spec, ...)
     said = message_of(run, *arguments(model, groups), layout, rules)
     free = tuple(axis for axis in AXES if axis != spec[0])
-    rule = f", as by the rule {{'second': (None, None, None, {free})}} or "
-    rule += "ml.parallel.tensor_parallel(...)"
+    need = {k: (*[None] * 3, free) for k in CHANNELS if rules.get(k) != CHANNELS[k]}
+    rule = f", as by the rules {need} or ml.parallel.tensor_parallel(...)" * bool(need)
     assert said == REFUSAL.format(8 // groups, axes, rule)
 
 

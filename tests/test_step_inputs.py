@@ -3,6 +3,7 @@
 Several devices that would all compute the same are an error; parts of anything are not.
 """
 
+import re
 import warnings
 from typing import Any
 
@@ -155,6 +156,20 @@ def test_an_array_that_replaces_one_in_shards_is_warned_of(mesh):
     text = "state/params/kernel is not on the mesh yet, and goes whole to each device"
     with pytest.warns(ml.errors.LayoutWarning, match=text):
         ml.make_train_step(squares)(state, DATA)
+    state = {"k": ml.relayout(X, mesh.layout("batch", None)), "more": X}
+    with pytest.warns(ml.errors.LayoutWarning, match="state/more is not on the mesh"):
+        ml.compile_step(lambda state: (state, None))(state)
+
+
+def test_a_batch_from_the_host_in_a_step_of_ones_own_is_warned_of(mesh):
+    step = ml.compile_step(lambda state, batch, *others: (state, batch["x"].sum()))
+    text = "batch/x is whole on all 8 devices, which all compute the same. Write "
+    text += "ml.relayout(batch, mesh.layout('batch', ...))."
+    with pytest.warns(ml.errors.LayoutWarning, match=f"^{re.escape(text)}$"):
+        params, _ = step(create(mesh).params, DATA)
+    with warnings.catch_warnings(action="error"):
+        params, _ = step(params, DATA)
+        ml.compile_step(step.function)(params, on(mesh, DATA), X)
 
 
 def test_rows_that_all_devices_compute_are_told_once(caplog):

@@ -493,9 +493,8 @@ def test_channels_are_followed_so_that_gradients_are_right(
     layouts, tree = decide(mesh_2x4, shapes, forward, images)
     assert only_cut(layouts, tree) == expected
     assert note_of(layouts, tree, "dw").endswith(
-        "in a grouped convolution, XLA may multiply a kernel's gradient by the size of "
-        "an axis that shards no rows; a train step refuses that, jax.jit of your own "
-        "does not"
+        "XLA may multiply its gradient by the size of an axis that shards no rows; "
+        "ml.compile_step and train steps refuse that, jax.jit does not"
     )
     on_mesh, on_one = gradients(mesh_2x4, layouts, shapes, forward, images)
     if not expected:

@@ -211,10 +211,14 @@ def test_reflexes_of_other_libraries_are_answered(state):
     )
     theirs = train_state.TrainState(0, None, {}, optax.sgd(0.1), ())
     flax = "a flax.training.train_state.TrainState. Write ml.TrainState.create(lambda: "
-    flax += '{"params": state.params}, state.tx, module=module)'
+    flax += '{"params": state.params}, state.tx, layouts, module=module).replace('
+    flax += "opt_state=state.opt_state, step=state.step), or ml.compile_step(step)."
     steps = ml.make_train_step(bad_key), ml.make_eval_step(bad_key)
     for call in (*steps, lambda *_: ml.Trainer(theirs, bad_key)):
         assert f"takes a TrainState, got {flax}" in message_of(call, theirs, BATCH)
+    stats = type("Stats", (train_state.TrainState,), {"batch_stats": {}})
+    said = message_of(steps[0], stats(0, None, {}, optax.sgd(0.1), ()), BATCH)
+    assert '{"params": state.params, "batch_stats": state.batch_stats}, ' in said
     pair = nnx.Linear(2, 1, rngs=nnx.Rngs(0)), None
     assert "lambda: nnx.clone(model), optimizer.tx" in message_of(
         ml.make_train_step(bad_key), pair, BATCH

@@ -123,11 +123,15 @@ def test_every_array_has_the_maps_layout(make):
     assert slots.mu["hidden"]["kernel"] == MESH.layout(None, "model")
 
 
-@pytest.mark.parametrize("place", [np.array, lambda x: jnp.array(np.array(x))])
+away = lambda x: ml.relayout(x, ml.create_mesh({"batch": 8}).layout(...))
+
+
+@pytest.mark.parametrize("place", [np.array, lambda x: jnp.array(np.array(x)), away])
 def test_values_from_elsewhere_take_the_place_of_the_old_ones(make, place):
     state = make()
     params, slots = jax.tree.map(place, (state.params, state.opt_state))
     new = state.replace(params=params, opt_state=slots, extra={"ema": params})
+    assert new.replace(step=place(new.step)).layouts.step == state.layouts.step
     assert jax.tree.leaves(new.layouts.params) == jax.tree.leaves(state.layouts.params)
     old_layouts = jax.tree.leaves(state.layouts.opt_state)
     assert jax.tree.leaves(new.layouts.opt_state) == old_layouts

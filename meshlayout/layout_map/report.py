@@ -26,8 +26,8 @@ _LARGE_SHARE = 0.01
 _LARGE_BYTES = 64 * 1024
 
 GROUPED = (
-    "in a grouped convolution, XLA may multiply a kernel's gradient by the size of an "
-    "axis that shards no rows; a train step refuses that, jax.jit of your own does not"
+    "XLA may multiply its gradient by the size of an axis that shards no rows; "
+    "ml.compile_step and train steps refuse that, jax.jit does not"
 )
 
 
@@ -222,10 +222,10 @@ def _sizes(leaves: Sequence[Resolution]) -> tuple[str, str]:
 
 def _note(x: Resolution) -> str | None:  # that of a rule, or of a possible kernel
     used = [axis for spec in x.current_layout.specs for axis in axes_of(spec)]
-    sizes = x.layout.mesh.shape.items()
-    left = [axis for axis, size in sizes if size > 1 and axis not in used]
+    left = {k for k, n in x.layout.mesh.shape.items() if n > 1}.difference(used)
     is_window = len(x.shape) == 4 and min(map(max, (x.shape[:2], x.shape[2:]))) <= 16
-    return x.note or (GROUPED if is_window and len(left) > 1 else None)
+    is_window &= len(left) > 1 and not x.reason.startswith("follows parameter")
+    return x.note or (f"if its feature_group_count > 1, {GROUPED}" * is_window or None)
 
 
 def _placed_text(x: Resolution) -> str | None:

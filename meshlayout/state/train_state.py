@@ -190,7 +190,7 @@ class TrainState(_checks.WithReflexes, Generic[T]):
     def replace(self, **changes: Any) -> Self:
         """Returns this state with new values of some fields.
 
-        Flax's and Optax's trees, also of NumPy arrays or on one device, become plain
+        Flax's and Optax's trees, also of NumPy arrays or on another mesh, become plain
         dicts in the old layouts. `model=` stands for `params` and `model_state`.
         """
         known = {"tx", "model", *(field.name for field in dataclasses.fields(self))}
@@ -199,13 +199,12 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         if "model" in changes:
             model = changes.pop("model")
             if not isinstance(model, nnx.Module):
-                msg = (
-                    f"replace takes an NNX module as model, got {_checks.shown(model)}"
-                )
-                raise StateError(f"{msg}. Otherwise give params and model_state.")
+                msg = "replace takes an NNX module as model, got "
+                msg += f"{_checks.shown(model)}. Otherwise give params and model_state."
+                raise StateError(msg)
             changes["params"] = nnx.state(model, nnx.Param)
             changes["model_state"] = self.model_state_of(model)
-        fields = ("params", "opt_state", "model_state")
+        fields = ("params", "opt_state", "model_state", "step")
         likes = {name: getattr(self, name) for name in fields}
         if "tx" in changes:
             tx = _transformation(changes.pop("tx"))
@@ -227,21 +226,23 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         return dataclasses.replace(self, **changes)
 
     def _adopted(self, tree: PyTree, like: PyTree, old: PyTree) -> PyTree:
-        """Returns a tree in plain containers, and on the mesh, laid out as the old one.
-
-        That is by path. Only arrays from the host, or on other devices, are moved.
-        """
+        """Returns a tree in plain containers, laid out as the old one, by path."""
         flat, target = _paths.flatten(tree), _paths.flatten(like)
         values = {leaf.path: leaf.value for leaf in flat.leaves}
         if isinstance(self.step, _jax.ArrayImpl) and not _jax.is_tracing():
             mesh, moved, layouts = Layout.of(self.step).mesh, {}, {}
             olds = {leaf.path: leaf.value for leaf in _paths.flatten(old).leaves}
             for path, x in values.items():
-                is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-                is_away = is_array and x.sharding.device_set != {*mesh.devices.flat}
-                if is_away or isinstance(x, (np.ndarray, np.generic)):
-                    place, moved[path] = olds.get(path), x
-                    is_like = isinstance(place, jax.Array) and place.shape == x.shape
+                place: Any = olds.get(path)
+                is_like = isinstance(place, jax.Array) and place.shape == np.shape(x)
+                is_away = isinstance(x, (np.ndarray, np.generic))
+                if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+                    at, to = x.sharding, (place if is_like else self.step).sharding
+                    meshes = (getattr(s, "mesh", s.device_set) for s in (at, to))
+                    is_away = next(meshes) != next(meshes)
+                    is_away |= is_like and not at.is_equivalent_to(to, x.ndim)
+                if is_away:
+                    moved[path] = x
                     layouts[path] = Layout.of(place) if is_like else mesh.layout(...)
             values |= copy_to_mesh(moved, layouts)
         if values.keys() != {leaf.path for leaf in target.leaves}:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import compress
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
@@ -17,12 +17,13 @@ from weakref import ref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._batches import check_padding, marked_weights
+from meshlayout._batches import batch_axes, check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
@@ -278,8 +279,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         mesh = _mesh_of(map(layout_of, leaves))
         if mesh and self._donates:  # it comes back on the mesh, and would recompile
             named, whole = self._named(args[:1], {}), PartitionSpec()
-            new = [k for k, x in named.items() if jnp.ndim(x) and not layout_of(x)]
-            if new and type(args[0]) is TrainState and layout_of(args[0].step):
+            new, is_sharded = _unplaced(named)
+            if new and (is_sharded or type(args[0]) is TrainState):
                 text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
                 text += ". To shard it, write ml.relayout(x, layout)."
                 warnings.warn(text, LayoutWarning, stacklevel=stack_level())
@@ -373,6 +374,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 counts.steps += num_steps
             if call is not None and self.warns_of_padding and marked_weights:
                 check_padding(self.__name__, call, _jax.operands_of(jaxpr.jaxpr))
+            if call is not None and self.warns_of_padding and program.mesh:
+                _check_rows(self._named((None, *call[0][1:]), call[1]), program.mesh)
             if layouts and now is not None:
                 inner = gathering_once(traced, leaves, program.layouts) or inner
             # Convolutions and pooling, and their gradients.
@@ -489,11 +492,29 @@ def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
 
 def layout_of(leaf: Leaf) -> Any:
     """Returns the sharding of a leaf that is bound to one, else None."""
-    if isinstance(leaf, Tracer):  # the step is called inside another jit
-        return None
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
+    if isinstance(leaf, jax.Array):  # a tracer, if it is called inside another jit
+        is_bound = not isinstance(leaf, Tracer) and leaf.committed
+        return leaf.sharding if is_bound else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _unplaced(named: Mapping[str, Leaf]) -> tuple[list[str], bool]:
+    """Returns what is on no mesh, but for a few numbers, and if anything is sharded."""
+    layouts = {name: layout_of(x) for name, x in named.items()}
+    new = [name for name, x in named.items() if np.size(x) > 8 and not layouts[name]]
+    return new, not all(x.is_fully_replicated for x in layouts.values() if x)
+
+
+def _check_rows(named: Mapping[str, Leaf], mesh: Any) -> None:
+    """Warns of a batch that nobody has placed, whose rows all devices compute."""
+    axes, (unplaced, is_sharded) = batch_axes(mesh), _unplaced(named)
+    shards = np.prod([mesh.shape[axis] for axis in axes], dtype=int)
+    rows = [name for name in unplaced if np.shape(named[name])[0] % shards == 0]
+    if rows and shards > 1 and not is_sharded:
+        way = f"ml.relayout({rows[0].partition('/')[0]}, mesh.layout({axes[0]!r}, ...))"
+        text = f"{rows[0]} is whole on all {mesh.size} devices, which all compute the "
+        text += f"same. Write {way}."
+        warnings.warn(text, LayoutWarning, stacklevel=stack_level())
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:

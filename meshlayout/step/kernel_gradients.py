@@ -38,7 +38,7 @@ class _Step(NamedTuple):
     batch: list[_Array]
     fixed: list[_Array]  # by constraints
     kernels: set[tuple[int, ...]]  # the shapes of those that have a gradient
-    paths: Mapping[tuple[int, ...], str]  # of parameters, by shape
+    paths: Sequence[str]  # of the parameters
     flat: set[int]  # the sizes of dims that reshapes join or divide
     sizes: Mapping[str, int]  # of the axes
     is_late: bool  # XLA compiles already
@@ -66,7 +66,6 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
         if x.primitive.name == "sharding_constraint"
     ]
     kernels = {x.outvars[0].aval.shape for x in filter(_is_kernel_gradient, windows)}
-    paths = dict(zip(shapes, names, strict=False))
     flat = {n for x in _jax.equations(jaxpr) for n in _reshaped(x)}
 
     def find() -> _Axes:
@@ -74,7 +73,7 @@ def axes_to_hide(windows: Sequence[Equation], jaxpr: Any, call: PyTree) -> _Axes
         sizes = {axis: size for mesh in meshes for axis, size in mesh.shape.items()}
         arrays = list(map(_array, shapes, shardings))
         parts = arrays[:num_params], arrays[num_params:]
-        step = _Step(*parts, fixed, kernels, paths, flat, sizes, bool(unknown))
+        step = _Step(*parts, fixed, kernels, names, flat, sizes, bool(unknown))
         return _Axes().union(*(_hidden(window, step) for window in windows))
 
     def tell(index: int, sharding: object) -> None:
@@ -181,13 +180,12 @@ def _hidden(eqn: Equation, step: _Step) -> _Axes:
 
 def _dim_over_space(eqn: Equation, spare: _Axes, step: _Step) -> str:
     """Returns, in words, which parameter XLA may shard images in space for, if any."""
-    for shape, dims in step.params:
+    for name, (shape, dims) in zip(step.paths, step.params, strict=True):
         is_kernel = any(shape[-len(kernel) :] == kernel for kernel in step.kernels)
         for dim, axes in enumerate(() if is_kernel else dims):
             count = math.prod(step.sizes[x] for x in axes & spare)
             is_part = axes & spare != spare
             if may_shard(shape, dim, eqn, count, is_part=is_part, flat=step.flat):
-                name = step.paths.get(shape, "a parameter")
                 return f"dim {dim} of {name!r} may shard images in space"
     return ""
 
@@ -207,9 +205,12 @@ def _text(eqn: Equation, step: _Step, wrong: _Axes, free: _Axes, cause: str) -> 
         out_dim = eqn.params["dimension_numbers"].out_spec[1]
         spec: list[Any] = [None] * len(aval.shape)
         spec[out_dim] = tuple(axis for axis in rows if axis in free)
-        path = step.paths.get(aval.shape, "its path")
-        rule = f", as by the rule {{{path!r}: {tuple(spec)}}} or ml.parallel."
-        rule += "tensor_parallel(...)"
+        params = zip(step.paths, step.params, strict=True)
+        # All of one shape, as the program does not tell which it is.
+        like = {x: dims[out_dim] for x, (shape, dims) in params if shape == aval.shape}
+        rules = {path: (*spec,) for path, axes in like.items() if axes != free}
+        if rules:
+            rule = f", as by the rules {rules} or ml.parallel.tensor_parallel(...)"
     return (
         f"{fact}. Two layouts are right, of images that are whole in space: their rows "
         f"over all axes, {rows}; or the channels of kernels and images over the axes "

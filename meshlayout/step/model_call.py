@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
+from flax.errors import InvalidRngError
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
@@ -133,18 +134,16 @@ def call_model(
     other arrays after. A layer with a field `dtype` casts its own parameters, to that
     dtype or else to the policy's; those of other layers are cast beforehand. Axes of
     pmap that the model or the function names are of size 1: the program is over the
-    global batch. For Linen, all random streams start from the key, and a function whose
-    model is cast is traced once more.
+    global batch. For Linen, all random streams (in evaluation, all but dropout's) start
+    from the key, and a function whose model is cast is traced once more.
     """
+    streams = {"params": key} if train else {}
 
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
             others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
-            return state.program.module.bind(
-                {"params": params, **others},
-                rngs={"params": key} if train else {},
-                mutable=[*others, *_PASSING],
-            )
+            variables, mutable = {"params": params, **others}, [*others, *_PASSING]
+            return state.program.module.bind(variables, rngs=streams, mutable=mutable)
         model = replace(state, params=params).model
         if not train:
             model.eval()
@@ -170,7 +169,14 @@ def call_model(
                 result = function(model)
         return result, *_collected(model, state.model_state)
 
-    return _with_pmap_axes(call)
+    while True:
+        try:
+            return _with_pmap_axes(call)
+        except InvalidRngError as error:  # Flax cannot bind all but one
+            name = re.search(r'needs PRNG for "(\w+)"', str(error))
+            if name is None or name[1] in {"dropout", *streams}:
+                raise
+            streams[name[1]] = jax.random.fold_in(key, len(streams))
 
 
 def _with_pmap_axes(call: Callable[[], _T]) -> _T:

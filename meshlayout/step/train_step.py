@@ -378,7 +378,9 @@ def check_state(where: str, state: object) -> None:
     if type(state) is not TrainState:
         how = "build, optimizer"
         if hasattr(state, "apply_fn"):  # Flax's own
-            how = 'lambda: {"params": state.params}, state.tx, module=module'
+            stats = ', "batch_stats": state.batch_stats' * hasattr(state, "batch_stats")
+            how = f'lambda: {{"params": state.params{stats}}}, state.tx, layouts, '
+            how += "module=module).replace(opt_state=state.opt_state, step=state.step"
         elif isinstance(state, tuple):
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
