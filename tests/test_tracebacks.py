@@ -206,8 +206,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "'model': 4}). Give by name: devices=, dcn=, axis_types=."
     )
     assert message_of(ml.Trainer, nnx.Linear(2, 1, rngs=nnx.Rngs(0)), bad_key) == (
-        "Trainer takes a TrainState, got a Linear. Write ml.TrainState.create(build, "
-        "optimizer), or ml.compile_step(step)."
+        "Trainer takes a TrainState, got a Linear. Write ml.TrainState.create(lambda: "
+        "nnx.clone(model), optimizer (to predict, optax.identity())), or "
+        "ml.compile_step(step)."
     )
     theirs = train_state.TrainState(0, None, {}, optax.sgd(0.1), ())
     flax = "a flax.training.train_state.TrainState. Write ml.TrainState.create(lambda: "

@@ -381,6 +381,8 @@ def check_state(where: str, state: object) -> None:
             stats = ', "batch_stats": state.batch_stats' * hasattr(state, "batch_stats")
             how = f'lambda: {{"params": state.params{stats}}}, state.tx, layouts, '
             how += "module=module).replace(opt_state=state.opt_state, step=state.step"
+        elif callable(state):  # a model, perhaps to predict with
+            how = "lambda: nnx.clone(model), optimizer (to predict, optax.identity())"
         elif isinstance(state, tuple):
             how = "lambda: nnx.clone(model), optimizer.tx"
         msg = f"{where} takes a TrainState, got {_checks.shown(state)}. Write"
