@@ -337,3 +337,16 @@ def test_what_plain_jax_makes_of_it_is_wrong(mesh, groups, spec, factor):
     found = grad(placed, ml.relayout(batch, mesh.layout(*spec, ...)))
     ratio = np.asarray(found["second"]) / np.asarray(grad(state, batch)["second"])
     np.testing.assert_allclose(np.median(ratio), factor, rtol=1e-3)
+
+
+def test_no_rule_is_proposed_that_would_not_divide():
+    def build():
+        return nnx.Conv(2, 2, (3, 3), feature_group_count=2, rngs=nnx.Rngs(0))
+
+    layout = ml.create_mesh(AXES).layout("batch", ...)
+    state = ml.TrainState.create(build, optax.sgd(0.1), ml.LayoutMap(layout.mesh))
+    batch = ml.relayout(np.ones((8, 8, 8, 2), "float32"), layout)
+    step = ml.make_train_step(lambda model, x: (model(x) ** 2).mean(axis=(1, 2, 3)))
+    said = message_of(step, state, batch)
+    assert said.startswith("XLA would multiply")
+    assert said.endswith("over the axes without rows.")

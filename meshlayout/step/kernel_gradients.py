@@ -209,7 +209,7 @@ def _text(eqn: Equation, step: _Step, wrong: _Axes, free: _Axes, cause: str) -> 
         # All of one shape, as the program does not tell which it is.
         like = {x: dims[out_dim] for x, (shape, dims) in params if shape == aval.shape}
         rules = {path: (*spec,) for path, axes in like.items() if axes != free}
-        if rules:
+        if rules and not aval.shape[out_dim] % math.prod(step.sizes[x] for x in free):
             rule = f", as by the rules {rules} or ml.parallel.tensor_parallel(...)"
     return (
         f"{fact}. Two layouts are right, of images that are whole in space: their rows "
