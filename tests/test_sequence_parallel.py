@@ -138,6 +138,20 @@ def test_it_trains_as_on_one_device(module, config, axes):
     np.testing.assert_allclose([*losses(mesh, layouts)], expected, 1e-5)
 
 
+def test_tokens_in_shards_over_two_axes_are_gathered_over_one():
+    mesh = ml.create_mesh({"batch": 2, "context": 2, "model": 2})
+    tokens = np.zeros((4, 16), "int32")
+    rule = ml.Rule(("batch", ("context", "model"), ...), yields="model")
+    layouts = rules(mesh, PLAIN, SMALL, tokens) | {"^residual$": rule}
+    state = create(ml.TrainState.create, PLAIN, SMALL, layouts)
+    step = make_step(PLAIN, layouts)
+    batch = ml.copy_to_mesh({"tokens": tokens}, mesh.layout("batch", None))
+    collectives = step.communication(state, batch).collectives
+    axes = {frozenset(x.axes) for x in collectives if x.kind == "all_gather"}
+    assert frozenset(["model"]) in axes
+    assert frozenset(["context", "model"]) not in axes
+
+
 def test_a_model_without_residuals_and_another_word_are_refused():
     mesh, x = ml.create_mesh({"batch": 2, "model": 4}), np.ones((4, 16, 8), "float32")
     model, tensor_parallel = (

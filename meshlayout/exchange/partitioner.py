@@ -154,8 +154,8 @@ class _Gathers:
         return jaxpr.replace(eqns=eqns)
 
     def _gather(self, layout: NamedSharding) -> Any:
-        spec = (None if self.axis in axes_of(entry) else entry for entry in layout.spec)
-        whole = layout.update(spec=PartitionSpec(*spec))
+        kept = ((x for x in axes_of(entry) if x != self.axis) for entry in layout.spec)
+        whole = layout.update(spec=PartitionSpec(*map(tuple, kept)))
         constrain = functools.partial(_jax.constrain, yields=self.axis)
         return jax.jit(lambda x: _jax.constrain(constrain(x, layout), whole))
 
