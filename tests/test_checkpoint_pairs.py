@@ -14,10 +14,10 @@ from tests.error_messages import message_of
 
 
 ADVICE = (
-    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
-    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind. "
-    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
+    "restore takes rename={pattern: replacement} for saved arrays of other names, "
+    "partial=True to keep the values of missing arrays and ignore extra ones or "
+    "partial=[pattern] to leave what it matches as it is, and dtype= for another dtype "
+    "of the same kind. train_step.prepare(state) has what a step keeps in `extra`."
 )
 
 error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
@@ -92,6 +92,8 @@ def test_all_differences_stand_side_by_side_with_near_names():
         "dtype    n i32[3]            n f32[3]\n"
         "extra                        heads/kernel f32[8]\n"
         "extra                        old f32[8]\n"
+        "Matrices are transposed by load_arrays(..., transpose={pattern: (1, 0)}); match "
+        "square ones, too, which this table cannot show. "
         r"Some names match with rename={'^heads\\.': 'head/'}. "
         f"{ADVICE}"
     )

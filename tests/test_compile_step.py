@@ -142,7 +142,7 @@ CHANGES = {
         lambda state: ({**state, "w": ml.relayout(state["w"], ROWS)}, ONES, True)
     ),
     "train changed from True to False.": lambda state: (state, ONES, False),
-    "scale changed from nothing to f32[] of a Python number.": (
+    "scale changed from nothing to f32[] of a Python number, not of np.float32(...).": (
         lambda state: (state, ONES, True, 2.0)
     ),
 }

@@ -434,7 +434,8 @@ def test_a_state_of_another_data_set_is_refused(what):
     state = json.loads(json.dumps(iter(data).get_state()))
     assert message(lambda: iter(make()).set_state(state)) == (
         f"the state is of a dataset with {there}, and this one has {here}: its batches "
-        "would be different ones. Make the dataset as it was when the state was saved."
+        "would be different ones. Make the dataset as it was, or restore without it, "
+        "to start the data anew."
     )
 
 

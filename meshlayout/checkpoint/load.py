@@ -43,16 +43,25 @@ _SHOWN, _COMPARED = 40, 100
 _COLUMNS = ("differs", "wanted", "saved")
 _MODEL = re.compile("^(params|model_state)/")  # in a TrainState
 
-_OPTIMIZER = (
-    "The optimizer is not the saved one; one with a schedule counts its steps, too. "
-    "To predict only, restore a model: restore(ml.create(build)). To train with a new "
-    "optimizer, write partial='^opt_state/'."
-)
+# By what the path of every array that differs begins with.
+_KNOWN = {
+    "opt_state/": "The optimizer is not the saved one; one with a schedule counts its "
+    "steps, too. To predict only, restore a model: restore(ml.create(build)). To train "
+    "with a new optimizer, write partial='^opt_state/'.",
+    "extra/ema/": "The averages of ema= are in one of the two. If they were not saved, "
+    "restore the state before you prepare it: they begin with the restored parameters.",
+    "(.*/)?rngs/": "Only random streams differ: partial='rngs' keeps those of a model "
+    "that ml.create made; ml.describe gives it none.",
+}
 _ADVICE = (
-    "rename={pattern: replacement} gives saved arrays other names. partial=True keeps "
-    "the values of missing arrays and ignores extra ones; partial=[pattern] leaves all "
-    "that it matches as it is. dtype= asks for another dtype of the same kind. "
-    "train_step.prepare(state) has the arrays that a step keeps in `extra`."
+    "restore takes rename={pattern: replacement} for saved arrays of other names, "
+    "partial=True to keep the values of missing arrays and ignore extra ones or "
+    "partial=[pattern] to leave what it matches as it is, and dtype= for another dtype "
+    "of the same kind. train_step.prepare(state) has what a step keeps in `extra`."
+)
+_TRANSPOSED = (
+    "Matrices are transposed by load_arrays(..., transpose={pattern: (1, 0)}); match "
+    "square ones, too, which this table cannot show. "
 )
 
 
@@ -487,10 +496,12 @@ def _match(
     if wrong or not is_found:
         path = next((x for x in missing if missing[x].shape), "")
         alike = [x for x in extra if path and extra[x].shape == missing[path].shape]
-        advice = _renaming(path, alike, request.separator) + _ADVICE
         rows = [*missing, *extra, *(x.path for x in (*shapes, *dtypes))]
-        if all(x.startswith("opt_state/") for x in rows):
-            advice = _OPTIMIZER
+        is_flipped = any(x.saved.shape == x.wanted.shape[::-1] for x in shapes)
+        advice = _renaming(path, alike, request.separator) + _ADVICE
+        advice = _TRANSPOSED * is_flipped + advice
+        for prefix, text in _KNOWN.items():
+            advice = text if all(re.match(prefix, x) for x in rows) else advice
         msg = f"{source} does not fit the state to restore: {wrong.summary()}.\n"
         msg += f"{wrong.table(_SHOWN)}\n{advice}"
         if not wrong:

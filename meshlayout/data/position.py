@@ -58,6 +58,6 @@ def from_state(identity: dict[str, JSON], state: object) -> Position:
             raise DataError(
                 f"the state is of a dataset with {what}={state[name]!r}, and this one "
                 f"has {what}={here[name]!r}: its batches would be different ones. Make "
-                "the dataset as it was when the state was saved."
+                "the dataset as it was, or restore without it, to start the data anew."
             )
     return Position(**{name: state[name] for name in Position._fields})

@@ -462,7 +462,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             kind = jax.typeof(leaf)  # a new state's weak types become those of the old
             if is_call and kind.weak_type:
                 text = _render.array_text(kind.dtype, kind.shape)
-                return f"{text} of a Python number"
+                return f"{text} of a Python number, not of np.{kind.dtype}(...)"
             return kind.dtype, kind.shape
 
         named = self._named(args, kwargs)

@@ -191,8 +191,8 @@ def _weighted_rows(
     if not shape:
         raise LossError(
             f"{what} a scalar, and the batch has weights: it may hold padding, which a "
-            "scalar has already averaged in. Return one loss per example, (batch,), or "
-            "take the weights out of the batch."
+            "scalar has already averaged in. Return one loss per example, (batch,); or "
+            "make the dataset with remainder='drop', which adds no weights."
         )
     if shape[0] != rows:
         raise LossError(
@@ -214,12 +214,13 @@ def metrics_of_batch(
     """Returns the metrics of one batch: of the loss, of the update, the user's."""
     total = sum(parts.values(), jnp.float32(0))
     values = {"loss": total, **(parts if len(parts) > 1 else {}), **notes}
-    # As a batch of one: a value without dims counts 1, whatever its weight.
+    # As a batch of one; of an update, every step counts the same.
     weight = jnp.asarray(weight, "float32").reshape(1)
+    weights = dict.fromkeys(notes, jnp.sign(weight))
     metrics: dict[str, Any] = {
         name: _KINDS[name]().update(value)
         if name in _KINDS
-        else Mean().update(jnp.reshape(value, 1), weight)
+        else Mean().update(jnp.reshape(value, 1), weights.get(name, weight))
         for name, value in values.items()
     }
     return Metrics({**metrics, **{name: users.metric(name) for name in users}})
