@@ -197,10 +197,6 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "train_step: the third argument is for earlier metrics, got an array of shape "
         "(8,). Labels go into the batch, as {'x': x, 'y': y}."
     )
-    assert message_of(ml.Trainer, strategy="fsdp") == (
-        "Trainer got strategy=. Layouts place arrays on a mesh: TrainState.create(build, "
-        "tx, layouts)."
-    )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "
         "'model': 4}). Give by name: devices=, dcn=, axis_types=."
