@@ -207,15 +207,6 @@ def test_layouts_on_other_meshes_or_memories_differ():
     assert layout != layout.sharding
 
 
-@pytest.mark.parametrize("memory_kind", [None, "device", "pinned_host"])
-def test_of_an_array_is_the_layout_it_was_placed_by(memory_kind):
-    layout = Layout([None, "batch"], MESH, memory_kind=memory_kind)
-    x = jax.device_put(jnp.zeros((4, 8)), layout.sharding)
-    assert Layout.of(x) == layout
-    assert Layout.of(x, 2) == layout
-    assert Layout.of(layout) is layout
-
-
 def test_of_an_array_has_the_rank_of_the_array():
     x = jax.device_put(jnp.zeros((4, 8, 2)), NamedSharding(MESH.jax_mesh, P("batch")))
     assert Layout.of(x) == Layout(["batch", None, None], MESH)
