@@ -65,15 +65,6 @@ def test_it_has_the_known_number_of_parameters(depths, expected):
     assert sum(x.size for x in jax.tree.leaves(params)) == expected
 
 
-def test_both_variants_have_the_same_parameters_and_statistics():
-    _, variables = forward()
-    for kind, collection in ((nnx.Param, "params"), (nnx.BatchStat, "batch_stats")):
-        flat = nnx.to_flat_state(nnx.state(shapes(), kind))
-        ours = {path_text(path): leaf.shape for path, leaf in flat}
-        leaves = jax.tree_util.tree_leaves_with_path(variables[collection])
-        assert ours == {path_text(path): leaf.shape for path, leaf in leaves}
-
-
 @functools.cache
 def forward():
     """Logits of abstract variables in evaluation mode, and those variables."""
