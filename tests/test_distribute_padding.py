@@ -15,7 +15,6 @@ from tests.replicas import mirrored, parts_of, split, total
 ROWS = 10
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 3)).astype("float32")
-Y = RNG.integers(0, 3, ROWS).astype("int32")
 
 
 @pytest.fixture(scope="module")
