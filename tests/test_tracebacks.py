@@ -224,6 +224,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
     assert swapped.endswith(
         "called as loss_fn(model, batch), but takes (batch, model)."
     )
+    alone = message_of(ml.make_predict_step, lambda model: 1.0)
+    assert "predict_fn(model, batch)" in alone
     error = functools.partial(message_of, error=AttributeError)
     assert error(lambda: ml.MirroredStrategy) == (
         "module 'meshlayout' has no attribute 'MirroredStrategy': write "
@@ -294,6 +296,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
         distribute: "drop_last num_workers seed collate_fn sampler pin_memory",
         create: "wrt",
         functools.partial(ml.Trainer, state): "max_epochs callbacks devices strategy",
+        ml.Trainer(state).fit: "validation_steps ckpt_path",
+        functools.partial(ml.Checkpointer, "x"): "save_best_only max_to_keep",
     }
     for function, names in options.items():
         for name in names.split():
