@@ -142,13 +142,10 @@ def test_bytes_per_device_of_keys_count_their_words(impl):
 
 def test_a_layout_shows_what_it_is_made_of():
     layout = Layout(["batch", UNSHARDED, ("model",)], MESH)
-    assert layout.mesh is MESH
     assert layout.specs == ("batch", None, "model")
     assert layout.spec == P("batch", None, "model")
     assert layout.sharding == NamedSharding(MESH.jax_mesh, P("batch", None, "model"))
     assert layout.rank == 3
-    assert layout.memory_kind is None
-    assert not layout.has_ellipsis
     assert repr(layout) == ("Layout([batch, unsharded, model], Mesh(batch=2, model=4))")
     assert str(layout) == "[batch, unsharded, model]"
     assert str(Layout([..., ("batch", "model"), MATCH], MESH)) == (
