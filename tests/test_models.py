@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from models import convnet, data, gan, gpt, mlp, resnet, transformer
+from models import convnet, data, gpt, mlp, resnet, transformer
 from models.resnet import LinenResNet, ResNet
 from models.transformer import (
     LinenTransformer,
@@ -132,7 +132,7 @@ def filled_variables(init, model):
     return variables
 
 
-@pytest.mark.parametrize("module", [convnet, data, gan, gpt, resnet, transformer])
+@pytest.mark.parametrize("module", [convnet, data, gpt, resnet, transformer])
 def test_the_examples_in_docstrings_hold(module):
     failed, attempted = doctest.testmod(module)
     assert attempted
