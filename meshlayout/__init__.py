@@ -22,11 +22,10 @@ _NAMES = {
     "checkpoint": "Checkpointer",
     "cluster": "initialize shutdown",
     "data": "distribute_dataset",
-    "devices": "virtual_devices",
     "errors": "MeshLayoutError",
     "layout": "MATCH UNSHARDED Layout",
     "layout_map": "LayoutMap Rule constrain",
-    "mesh": "Mesh create_mesh",
+    "mesh": "Mesh create_mesh virtual_devices",
     "parallel": "zero_rule",
     "pictures": "visualize",
     "planning": "doctor plan",
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
     from meshlayout.checkpoint import Checkpointer as Checkpointer
     from meshlayout.cluster import initialize as initialize, shutdown as shutdown
     from meshlayout.data import distribute_dataset as distribute_dataset
-    from meshlayout.devices import virtual_devices as virtual_devices
     from meshlayout.errors import MeshLayoutError as MeshLayoutError
     from meshlayout.layout import (
         MATCH as MATCH,
@@ -82,7 +80,11 @@ if TYPE_CHECKING:
         Rule as Rule,
         constrain as constrain,
     )
-    from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
+    from meshlayout.mesh import (
+        Mesh as Mesh,
+        create_mesh as create_mesh,
+        virtual_devices as virtual_devices,
+    )
     from meshlayout.parallel import zero_rule as zero_rule
     from meshlayout.pictures import visualize as visualize
     from meshlayout.planning import doctor as doctor, plan as plan

@@ -193,11 +193,6 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 marked_weights: Any = weakref.WeakValueDictionary()
 
 
-def mark_weights(weights: jax.Array) -> None:
-    """Remembers that an array is the weights of a batch, for as long as it exists."""
-    marked_weights[id(weights)] = weights
-
-
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     """Raises StepError if weights that the library made are under another key."""
     is_right = not marked_weights or is_marked(get_weights(batch, key))

@@ -57,6 +57,9 @@ Device: TypeAlias = Any  # to a type checker, `jax.Device` is a variable
 # A context for how long compilations of this thread take at least that JAX's cache has.
 min_cached_s: Any = jax_config.persistent_cache_min_compile_time_secs
 
+# Whether jit can move a value to another kind of memory on CPUs.
+memory_in_jit = hasattr(jax, "reshard")
+
 # A context for any hashable value, in which JAX traces compiled functions anew.
 trace_phase: Any = jax.make_user_context()
 
@@ -66,12 +69,9 @@ def current_trace() -> Any:
     return jax_core.trace_ctx.trace
 
 
-def in_trace(trace: Any) -> AbstractContextManager[Any]:
-    """Returns a context whose operations are recorded in a trace around this one.
-
-    A Variable met in a scan needs a value of the whole function: test_distribute.py.
-    """
-    return jax_core.set_current_trace(trace)
+# A context whose operations are recorded in a trace around this one. A Variable met in
+# a scan needs a value of the whole function: test_distribute.py.
+in_trace = jax_core.set_current_trace
 
 
 def is_mapped(x: Any, axis_name: str) -> bool:
@@ -425,11 +425,6 @@ def is_on_host(x: Leaf) -> bool:
     return getattr(getattr(jax.typeof(x), "memory_space", None), "name", "") == "Host"
 
 
-def memory_in_jit() -> bool:
-    """Returns whether jit can move a value to another kind of memory on CPUs."""
-    return hasattr(jax, "reshard")
-
-
 def is_committed(x: Leaf) -> bool:
     """Returns whether an array is bound to its devices, so that jit cannot move it."""
     return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
@@ -500,36 +495,29 @@ def x64_mode(*, enabled: bool) -> Any:
     return (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(enabled)
 
 
-def coordination_client() -> Any:
-    """Returns the client of `jax.distributed`'s coordination service, or None."""
-    return distributed.global_state.client
+# The state of `jax.distributed`, which has the client of its coordination service, or
+# None; tests/test_cluster_faults.py notices.
+coordination: Any = distributed.global_state
 
-
-def coordination_state() -> Any:
-    """Returns the state of `jax.distributed`; tests/test_cluster_faults.py notices."""
-    return distributed.global_state
+# Whether a process was told to stop; true at the same turn on all.
+reached_preemption_sync_point = multihost_utils.reached_preemption_sync_point
 
 
 def process_index() -> int:
     """Returns the index of this process, without starting a backend if possible."""
-    state = distributed.global_state
-    return jax.process_index() if state.client is None else state.process_id
+    is_alone = coordination.client is None
+    return jax.process_index() if is_alone else coordination.process_id
 
 
 def process_count() -> int:
     """Returns the number of processes, without starting a backend if possible."""
-    state = distributed.global_state
-    return jax.process_count() if state.client is None else state.num_processes
+    is_alone = coordination.client is None
+    return jax.process_count() if is_alone else coordination.num_processes
 
 
-def has_backend() -> bool:
-    """Returns whether JAX has started its devices, without starting them."""
-    return bool(xla_bridge.backends_are_initialized())
-
-
-def is_starting_devices() -> bool:
-    """Returns whether a thread starts JAX's devices now, or has begun to."""
-    return xla_bridge._backend_lock.locked()
+# Whether JAX has started its devices; whether a thread has begun to.
+has_backend: Callable[[], bool] = xla_bridge.backends_are_initialized
+is_starting_devices: Callable[[], bool] = xla_bridge._backend_lock.locked
 
 
 def launcher_devices() -> int | None:
@@ -597,16 +585,6 @@ def shard_placer(
         empty = functools.partial(jax.make_array_from_single_device_arrays, dtype=dtype)
         return lambda _: empty(shape, sharding, [])
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
-
-
-def reached_preemption_sync_point(turn: int) -> bool:
-    """Returns whether a process was told to stop; true at the same turn on all."""
-    return bool(multihost_utils.reached_preemption_sync_point(turn))
-
-
-def has_preemption_service() -> bool:
-    """Returns whether `jax.distributed` watches for SIGTERM in this process."""
-    return distributed.global_state.preemption_sync_manager is not None
 
 
 def visible_accelerators() -> list[str]:

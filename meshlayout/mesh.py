@@ -1,4 +1,4 @@
-"""A named grid of devices: `Mesh`, and `create_mesh`, which makes one.
+"""A named grid of devices: `Mesh`, `create_mesh`, and `virtual_devices` to try it.
 
 Where devices are connected by networks of different speed, their order decides how fast
 a program runs, and nothing else shows it. JAX's helpers know the networks of TPUs; what
@@ -8,9 +8,12 @@ them would not run on two: here, the first axes cross unless `dcn` says otherwis
 """
 
 import itertools
+import logging
 import math
 import operator
+import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,7 +25,7 @@ from jax.sharding import AxisType
 
 import meshlayout
 from meshlayout import _jax, _render
-from meshlayout._checks import WithReflexes, shown, user_call
+from meshlayout._checks import WithReflexes, count, shown, user_call
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 AxisTypesLike: TypeAlias = AxisType | str | Sequence[AxisType | str]
 """What a user may write for axis types."""
+
+_log = logging.getLogger(__name__)
 
 # What devices are grouped by: an attribute of theirs, and its groups' name. Inside a
 # slice the network is fast: that of a TPU pod slice, or NVLink inside a host.
@@ -458,3 +463,65 @@ def _device_grid(
 
 def _groups(devices: Iterable[Any], attribute: str) -> list[int]:
     return [getattr(device, attribute, None) or 0 for device in devices]  # CPUs: None
+
+
+@user_call
+def virtual_devices(n: int) -> list[_jax.Device]:
+    """Gives a machine without accelerators `n` CPU devices, to try meshes.
+
+    Call it before anything accesses JAX's devices, but after `ml.initialize`. On a
+    machine with TPUs or GPUs it changes nothing and warns. The option
+    `--devices-per-process` of `python -m meshlayout.launch` overrides `n`.
+
+    Args:
+        n: The number of CPU devices of this process.
+
+    Returns:
+        The devices of JAX's default backend, including those of other processes.
+
+    Raises:
+        MeshError: If `n` is not a positive integer, or JAX runs with other CPU devices.
+
+    Examples:
+        >>> len(virtual_devices(8))
+        8
+    """
+    n = count("n", n, where="virtual_devices", error=MeshError)
+    _jax.check_joined("virtual_devices")
+    launched = _jax.launcher_devices()
+    if launched not in (None, n):
+        _log.info("virtual_devices(%d): --devices-per-process=%d counts.", n, launched)
+        n = launched
+    _start(n)
+    devices = jax.local_devices()
+    platform = devices[0].platform
+    existing = f"{len(devices)} {platform.upper()} device{'s' * (len(devices) != 1)}"
+    if platform != "cpu":
+        warnings.warn(
+            f"virtual_devices({n}) has no effect here: JAX runs on {existing}. To try "
+            "virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts.",
+            stacklevel=2,
+        )
+    elif len(devices) != n:
+        fact = f"virtual_devices({n}) comes too late: JAX already runs with {existing}."
+        fix = "Restart the kernel or process and call it before any other use of JAX"
+        mesh = "make a mesh of the devices that exist: create_mesh()"
+        raise MeshError(f"{fact} {fix}, or {mesh}.")
+    return jax.devices()
+
+
+def _start(n: int) -> None:
+    """Starts JAX's backends, if they have not started, with `n` CPU devices."""
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError:  # "... should be updated before backends are initialized"
+        return
+    # XLA's CPU client runs collectives, and pieces of matrix products, in NPROC
+    # threads. With fewer threads than waiting devices, queued steps deadlock. On one
+    # device, more threads than cores make small products twice as slow.
+    if n == 1 or os.environ.get("NPROC"):
+        return
+    os.environ["NPROC"] = str(2 * n)
+    # Asking for the backend starts it; XLA reads NPROC once, then.
+    if jax.default_backend() != "cpu":
+        del os.environ["NPROC"]

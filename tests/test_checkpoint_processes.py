@@ -25,14 +25,12 @@ from meshlayout.arrays.parts import replica_sums
 from meshlayout.checkpoint import Checkpointer, checkpointer, orbax
 from tests.error_messages import outcome_of
 from tests.processes import run_processes
-from tests.test_checkpoint import Position
+from tests.test_checkpoint import WHOLE, Position
 from tests.test_checkpoint_foreign import Counted
 from tests.test_checkpoint_interrupts import interrupt, slowed
 
 
 pytestmark = pytest.mark.multiprocess
-
-WHOLE = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
 
 MESHES = {
     "2x2": ({"batch": 2, "model": 2}, ("batch", "model")),

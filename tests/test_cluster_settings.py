@@ -179,20 +179,6 @@ def test_jax_detects_the_tasks_of_slurm(monkeypatch):
     assert alone.local_device_ids is None  # one process has all GPUs
 
 
-def test_jax_detects_the_ranks_of_open_mpi(monkeypatch):
-    environment = {
-        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    settings = find_settings({}, environment, detect)
-    assert settings.coordinator_address.startswith("10.96.0.1:")
-    assert (settings.num_processes, settings.process_index) == (2, 1)
-
-
 # torchrun; sbatch without srun; launchers of MPI; those of other frameworks; a pod.
 @pytest.mark.parametrize(
     "name",

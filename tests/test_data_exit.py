@@ -98,21 +98,6 @@ def test_a_program_ends_while_its_source_blocks(code, source, status, text):
     assert text or not err
 
 
-@pytest.mark.slow
-def test_a_program_ends_as_fast_while_several_sources_block():
-    code = """
-    several = [batches(Rows()) for _ in range(5)]
-    for it in several:
-        for _ in range(4):
-            next(it)
-    time.sleep(0.3)
-    os.write(1, b'all block\\n')
-    """
-    process = program(code)
-    wait_for(process, "all block")
-    end(process)
-
-
 def test_ctrl_c_ends_a_loop_that_waits_and_leaves_an_iterator_that_continues():
     code = """
     os.write(1, b'waits\\n')

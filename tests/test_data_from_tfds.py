@@ -264,11 +264,6 @@ def test_a_damaged_directory_is_an_error_that_names_it(tiny, directory, tmp_path
     assert str(error.value) == unreadable(tmp_path, "train", reason)
 
 
-def test_shuffle_is_a_seed(tiny):
-    with pytest.raises(ml.errors.DataError, match="Write shuffle=0"):
-        tiny(shuffle=True)
-
-
 @pytest.mark.parametrize("name", ["cifar10", "fashon_mnist", "mnist:9.9.9"])
 def test_a_dataset_that_cannot_be_had_is_said_at_once(
     mesh, tmp_path, monkeypatch, capfd, name

@@ -13,15 +13,6 @@ from tests.error_messages import message_of
 from tests.replicas import mirrored, parts_of, total, values_of
 
 
-@pytest.mark.parametrize("options", [{}, {"per_process": True}])
-def test_a_short_batch_of_six_on_two_replicas_is_three_and_three(two, options):
-    full, short = two.distribute_dataset(np.arange(14, dtype=np.int32), 8, **options)
-    assert full.mask is None
-    assert short.mask is None
-    assert parts_of(two, short) == [[8, 9, 10], [11, 12, 13]]
-    assert float(two.reduce("MEAN", short, axis=0)) == sum(range(8, 14)) / 6
-
-
 def test_an_input_function_that_ends_unevenly_ends_in_a_short_batch(two):
     batches = [np.full(4, i, np.int32) for i in range(3)] + [np.full(1, 3, np.int32)]
     contexts = []
@@ -47,6 +38,7 @@ def source_of(kind, rows, size):
 
 
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.example(rows=3, per_replica=1, num_replicas=8, kind="function")
 @hypothesis.given(
     rows=st.integers(1, 20),
     per_replica=st.integers(1, 4),
@@ -73,16 +65,6 @@ def test_sums_and_means_are_those_of_all_examples(
             assert x.mask is pair.mask is again.mask
             assert (x.mask is None) == (len(expected) % num_replicas == 0)
     assert seen == list(range(1, rows + 1))
-
-
-def test_fewer_examples_than_replicas_leave_replicas_without_rows():
-    strategy = mirrored(8)
-    three = np.arange(1.0, 4, dtype=np.float32)
-    for source in (three, [three], lambda: iter([three])):
-        batched = None if source is three else True
-        (x,) = strategy.distribute_dataset(source, 8, batched=batched)
-        assert parts_of(strategy, x) == [[1], [2], [3], [], [], [], [], []]
-        assert float(strategy.reduce("MEAN", x, axis=0)) == 2
 
 
 def test_one_replica_gets_plain_arrays_and_a_last_batch_with_fewer_rows():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import linen as nn, nnx
 
-import meshlayout as ml
 from meshlayout.distribute import get_replica_context
 from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
@@ -16,7 +15,6 @@ from tests.replicas import mirrored, parts_of, split, total
 ROWS = 10
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 3)).astype("float32")
-Y = RNG.integers(0, 3, ROWS).astype("int32")
 
 
 @pytest.fixture(scope="module")
@@ -27,23 +25,6 @@ def strategy():
 def batches(strategy, *arrays):
     """Batches of 8 rows; the last one has 2, so two or more replicas have none."""
     return strategy.distribute_dataset(arrays, global_batch_size=8)
-
-
-def test_a_batch_that_divides_needs_no_mask(two):
-    *_, last = two.distribute_dataset(np.arange(14, dtype="f"), 8)
-
-    def means(x):  # nothing is padded
-        assert get_replica_context().example_mask is None
-        return x.mean(), ml.losses.compute_average_loss(x)
-
-    shares, loss = two.run(means, (last,))
-    assert parts_of(two, shares) == [9, 12]
-    assert total(two, loss) == pytest.approx(10.5)
-
-
-def test_64_rows_on_three_replicas_are_refused_with_sizes_that_divide():
-    with pytest.raises(ml.errors.DataError, match="63 and 66"):
-        mirrored(3).distribute_dataset(np.zeros(64, "f"), 64)
 
 
 def test_five_rows_carry_a_mask_that_a_function_must_ask_for(two):

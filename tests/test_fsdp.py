@@ -212,13 +212,6 @@ def test_axis_names_without_a_meaning_on_the_mesh_do_not_keep_arrays_whole(
     assert specs(code, tree) == specs(layouts, tree)
 
 
-def test_own_rules_go_on_top_and_data_parallel_replicates_everything():
-    assert ml.parallel.data_parallel(EIGHT) == ml.LayoutMap(EIGHT)
-    layouts = ml.parallel.fsdp(EIGHT) | {"head": [...]}
-    tree = abstract({"head": (512, 512), "up": {"kernel": (512, 512)}})
-    assert specs(layouts, tree) == {"head": (None, None), "up/kernel": (None, "batch")}
-
-
 def image_loss(model, batch):
     logits = model(batch["image"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])

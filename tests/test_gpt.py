@@ -1,7 +1,6 @@
 """The language model in JAX alone, against NumPy."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,10 +71,9 @@ def with_random_scales(params):
     )
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("num_kv_heads", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize(
+    "num_kv_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_the_model_is_what_numpy_computes(num_kv_heads):
     config = dataclasses.replace(SMALL, num_kv_heads=num_kv_heads)
     params = with_random_scales(gpt.init(config, jax.random.key(0)))

@@ -7,9 +7,14 @@ import pytest
 
 import meshlayout as ml
 from benchmarks import fsdp_rules
-from meshlayout.hlo import read_communication
 from tests.gpu import create_gpu_mesh
-from tests.test_tpu_programs import EIGHT, FLOAT, gradient_bytes, train_step
+from tests.test_tpu_programs import (
+    EIGHT,
+    FLOAT,
+    assert_fsdp_sends_little,
+    gradient_bytes,
+    train_step,
+)
 
 
 pytest.importorskip("jax_plugins.xla_cuda12")
@@ -67,13 +72,4 @@ def test_what_runs_alone_is_not_called_asynchronous(gpu_mesh):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", fsdp_rules.WORKS)
 def test_fsdp_sends_no_more_than_the_hand_written_map(gpu_mesh, name, precision):
-    work = fsdp_rules.WORKS[name]
-
-    def wire_bytes(layouts):
-        compiled = fsdp_rules.compiled_step(work, layouts, precision)
-        return read_communication(compiled, gpu_mesh).wire_bytes
-
-    sent = wire_bytes(ml.parallel.fsdp(gpu_mesh))
-    assert sent <= wire_bytes(ml.LayoutMap(gpu_mesh, work.module.FSDP))
-    if (name, precision) == ("transformer", "float32"):
-        assert sent <= 37.2e6
+    assert_fsdp_sends_little(gpu_mesh, name, precision, 37.2e6)

@@ -246,13 +246,6 @@ def test_a_report_on_placed_arrays_says_where_they_are(mesh):
     assert report.to_lock() == described.to_lock()
 
 
-def test_shardings_are_those_that_jit_takes(mesh):
-    resolved = ml.LayoutMap(mesh, {"w": ("batch", None)}).resolve({"w": array(8, 8)})
-    double = jax.jit(lambda tree: tree["w"] * 2, in_shardings=(resolved.shardings,))
-    doubled = double({"w": jnp.ones((8, 8))})
-    assert doubled.sharding.is_equivalent_to(mesh.layout("batch", None).sharding, 2)
-
-
 def test_arrays_that_are_where_the_map_says_or_elsewhere_are_not_placed(mesh):
     layouts = ml.LayoutMap(mesh, {"w": ("batch", None)})
     here = ml.relayout(jnp.ones((8, 8)), mesh.layout("batch", None))

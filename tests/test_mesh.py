@@ -52,7 +52,7 @@ def meshes(draw, name=NAMES, kind=KINDS):
     [
         lambda: anyhow((("batch", 2), ["model", np.int64(4)])),
         lambda: create_mesh(pair for pair in [("batch", 2), ("model", 4)]),
-        lambda: create_mesh(batch=2, model=4, axis_types="auto"),
+        lambda: create_mesh(batch=2, model=4, axis_types="Auto"),
         lambda: create_mesh(" batch = 2 , model=-1"),
         lambda: create_mesh("batch=2,model=4", devices=[f"CPU:{i}" for i in range(8)]),
         lambda: create_mesh("batch=2,model=4", devices=MESH.devices.reshape(4, 2)),
@@ -75,14 +75,6 @@ def test_one_size_may_be_left_open_anywhere(sizes, data):
     assert create_mesh(dict(zip(names, left, strict=True))) == whole
     text = ",".join(f"{name}={size}" for name, size in zip(names, left, strict=True))
     assert create_mesh(text) == whole
-
-
-def test_axis_types_come_for_all_or_one_by_one():
-    auto, explicit = AxisType.Auto, AxisType.Explicit
-    axes = {"batch": 2, "model": 4}
-    assert create_mesh(axes, axis_types="explicit").axis_types == (explicit, explicit)
-    types = ["Auto", AxisType.Explicit]
-    assert create_mesh(axes, axis_types=types).axis_types == (auto, explicit)
 
 
 @FEW

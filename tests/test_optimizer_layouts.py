@@ -131,28 +131,6 @@ def test_an_nnx_optimizer_follows_the_model_next_to_it(mesh, wrt, count):
     assert str(resolved["model/mu/kernel"].layout) == "[batch, model]"
 
 
-def test_linen_variables_and_plain_dicts_next_to_an_optimizer_state(mesh):
-    params = {"a": {"kernel": jnp.ones((8, 8))}, "kernel": jnp.ones(8)}
-    opt_state = ADAM.init(params)
-    tree = {
-        "step": jnp.zeros(()),
-        "params": params,
-        "ema": params,
-        "opt_state": opt_state,
-    }
-    rules = {
-        "^a/kernel": (None, "model"),
-        "ema/a/kernel": ("batch", None),
-        "opt_state/0/nu/kernel": ("model",),
-    }
-    resolved = ml.LayoutMap(mesh, rules, conflict="first").resolve(tree)
-    assert str(resolved["opt_state/0/mu/a/kernel"].layout) == "[unsharded, model]"
-    assert str(resolved["opt_state/0/mu/kernel"].layout) == "[unsharded]"
-    # A rule for the slot alone overrides.
-    slot = resolved["opt_state/0/nu/kernel"]
-    assert (str(slot.layout), slot.rule) == ("[model]", "opt_state/0/nu/kernel")
-
-
 def test_an_optax_state_is_known_by_its_type(mesh):
     params = {"dense": {"kernel": jnp.ones((8, 16))}}
     layouts = ml.LayoutMap(mesh, {r"^(0/|p/)dense/kernel$": ("batch", "model")})

@@ -49,7 +49,6 @@ class Model:
     inputs: tuple[tuple[int, ...], str] = ((28, 28, 1), "float32")  # of one example
     module: nn.Module | None = None  # in Linen
     call: Callable[..., Any] | None = None  # in JAX alone
-    hand_written: Any = None  # the file with the layout maps
     rows: int = ROWS
 
     def batch(self) -> dict[str, np.ndarray]:
@@ -105,18 +104,14 @@ class Model:
 
 TOKENS = ((LENGTH,), "int32")
 MODELS = {
-    "mlp, nnx": Model(lambda: mlp.MLP(rngs=nnx.Rngs(0)), hand_written=mlp),
-    "mlp, linen": Model(module=mlp.LinenMLP(), hand_written=mlp),
-    "convnet, nnx": Model(
-        lambda: convnet.ConvNet(rngs=nnx.Rngs(0)), hand_written=convnet
-    ),
+    "mlp, nnx": Model(lambda: mlp.MLP(rngs=nnx.Rngs(0))),
+    "mlp, linen": Model(module=mlp.LinenMLP()),
+    "convnet, nnx": Model(lambda: convnet.ConvNet(rngs=nnx.Rngs(0))),
     "resnet, nnx": Model(
         lambda: resnet.ResNet(width=8, rngs=nnx.Rngs(0)), ((8, 8, 1), "float32")
     ),
     "transformer, nnx": Model(
-        lambda: transformer.Transformer(TRANSFORMER, rngs=nnx.Rngs(0)),
-        TOKENS,
-        hand_written=transformer,
+        lambda: transformer.Transformer(TRANSFORMER, rngs=nnx.Rngs(0)), TOKENS
     ),
     "transformer, linen": Model(
         inputs=TOKENS, module=transformer.LinenTransformer(TRANSFORMER)
@@ -189,23 +184,6 @@ def num_bytes(model: Model) -> int:
     return sum(FLOAT * x.size for x in jax.tree.leaves(params))
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    "name", ["mlp, nnx", slow("transformer, linen"), slow("gpt, scanned")]
-)
-def test_data_parallel_sends_its_gradients_once(name):
-    found = sent(MODELS[name], layouts_by("data_parallel", MODELS[name]))
-    assert {kind for kind, count in found.items() if count} == {"all_reduce"}
-    # Layers in a loop are added layer by layer, and all others at the end.
-    assert bool(found.in_loops.collectives) == (name == "gpt, scanned")
-    # With the loss, and a few numbers that the step counts.
-    in_all = sum(one.nbytes * one.times for one in found.collectives)
-    assert 0 < in_all - num_bytes(MODELS[name]) <= 8 * FLOAT
-
-
 def large(name: str, num_layers: int) -> Model:
     """Returns a language model with matrices of which TPUs scatter the sums."""
     sizes = {"vocab_size": 512, "features": 128, "mlp_features": 256}
@@ -213,33 +191,6 @@ def large(name: str, num_layers: int) -> Model:
     config = dataclasses.replace(small, num_layers=num_layers, **sizes)
     build = lambda: gpt.init(config, jax.random.key(0))
     return dataclasses.replace(MODELS[name], build=build, rows=128)
-
-
-@pytest.mark.slow
-def test_on_a_tpu_slice_a_tensor_parallel_layer_sends_its_activations_four_times():
-    """XLA for CPUs adds up the gradients of query, key and value one by one."""
-    pytest.importorskip("libtpu")
-    mesh = create_slice_mesh(batch=2, model=4)
-    two, three = (
-        sum(
-            one.nbytes * one.times
-            for one in sent(model, model.tensor_parallel(mesh)).collectives
-            if "model" in one.axes
-        )
-        for model in (large("gpt, listed", 2), large("gpt, listed", 3))
-    )
-    activations = FLOAT * 128 // 2 * LENGTH * 128
-    assert three - two == 4 * activations
-
-
-@pytest.mark.parametrize(
-    "name", ["mlp, nnx", slow("convnet, nnx"), slow("transformer, nnx")]
-)
-def test_tensor_parallel_sends_no_more_than_a_hand_written_map(name):
-    model = MODELS[name]
-    layouts = layouts_by("tensor", model)
-    by_hand = ml.LayoutMap(layouts.mesh, model.hand_written.MODEL_PARALLEL)
-    assert sent(model, layouts).wire_bytes <= sent(model, by_hand).wire_bytes
 
 
 @pytest.mark.slow

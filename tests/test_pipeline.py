@@ -7,14 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import meshlayout as ml
 from meshlayout.hlo import read_communication
 from models import transformer
-from models.runs import token_loss
 from tests.bad_values import refusal
 from tests.tpu import abstract, create_slice_mesh, read_collectives
 
@@ -209,30 +207,6 @@ def test_layers_that_are_not_stacked_are_not_sharded():
     )
     assert found["blocks/0/up"].layout == mesh.layout(None, None)
     assert found["more/blocks/up"].layout == mesh.layout("stage", None)
-
-
-def test_a_transformer_in_stages_learns_what_it_learns_on_one_device():
-    sizes = {"vocab_size": 32, "max_length": 8, "features": 16, "num_layers": 4}
-    config = transformer.TransformerConfig(**sizes, is_scanned=True, microbatches=4)
-    module = transformer.LinenTransformer(config)
-    tokens = np.arange(16 * 8, dtype="int32").reshape(16, 8) * 7 % 32
-    build = lambda: module.init(jax.random.key(0), jnp.zeros((1, 8), "int32"))
-
-    def losses(axes, *rules):
-        mesh = create_mesh(axes)
-        layouts = functools.reduce(ml.parallel.compose, [rule(mesh) for rule in rules])
-        state = ml.TrainState.create(build, optax.adam(1e-2), layouts, module=module)
-        step = ml.make_train_step(token_loss)
-        batch = {"tokens": ml.relayout(tokens, mesh.layout("batch", None))}
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            yield float(metrics["loss"])
-
-    # float32, in other orders; Adam makes it more.
-    close = functools.partial(pytest.approx, rel=1e-4)
-    expected = [*losses({"batch": 1}, ml.parallel.data_parallel)]
-    stages, fsdp = ml.parallel.stages, functools.partial(ml.parallel.fsdp, min_bytes=0)
-    assert [*losses({"batch": 2, "stage": 2}, stages, fsdp)] == close(expected)
 
 
 def test_scanned_blocks_compute_what_they_do_one_by_one():

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
-from models.mlp import MLP, LinenMLP
+from models.mlp import MLP
 from tests.error_messages import message_of
 from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
@@ -69,24 +69,9 @@ def configured():
     return Configured({"in": 8, "text": "x"}, rngs=nnx.Rngs(0), **options)
 
 
-def vmapped():
-    @nnx.split_rngs(splits=4)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs):
-        return nnx.Linear(8, 8, rngs=rngs)
-
-    return nnx.Sequential(make(nnx.Rngs(0)))
-
-
-def adapted():
-    return nnx.LoRA(8, 2, 8, base_module=linear(), rngs=nnx.Rngs(1))
-
-
 # Whole models, of most layers that Flax has, are in test_create.
 @pytest.mark.parametrize(
-    "build",
-    [nested, mixed, vmapped]
-    + [pytest.param(x, marks=pytest.mark.slow) for x in (configured, adapted)],
+    "build", [nested, mixed, pytest.param(configured, marks=pytest.mark.slow)]
 )
 def test_models_are_born_as_the_map_says_with_the_same_bits(build):
     layouts, expected = kernels(), build()
@@ -186,17 +171,6 @@ def test_describing_takes_time_in_proportion_to_the_layers():
     calls_of_functions(2)
     # 4 times as many; if each layer looked at all before it, 16 times.
     assert calls_of_functions(160) < 6 * calls_of_functions(40)
-
-
-def test_linen_variables_are_born_sharded():
-    sample = jnp.ones((1, 28, 28, 1))
-    with ml.scope(kernels()):
-        variables = LinenMLP().init(jax.random.key(0), images=sample)
-    kernel = variables["params"]["hidden"]["kernel"]
-    assert ml.Layout.of(kernel) == MESH.layout(None, "model")
-    expected = LinenMLP().init(jax.random.key(0), sample)  # is as it was
-    assert_same_bits(variables, expected)
-    assert isinstance(expected["params"]["hidden"]["kernel"].sharding, SINGLE)
 
 
 def lies(layer):

@@ -275,16 +275,6 @@ def test_what_weights_a_host_batch_carries_is_said_once(mesh, caplog):
     assert caplog.messages == ["examples are weighted by 'weight' of each batch."]
 
 
-def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():
-    assert message_of(lambda: ml.make_train_step(lambda model: 1.0)) == (
-        "make_train_step: loss_fn is called as loss_fn(model, batch), but takes "
-        "(model)."
-    )
-    ml.make_train_step(lambda model, batch, rngs, *, train: 1.0)
-    said = message_of(lambda: ml.make_predict_step(lambda model: 1.0))
-    assert "predict_fn(model, batch)" in said
-
-
 def test_integers_are_not_trained(mesh):
     def build():
         model = linear()

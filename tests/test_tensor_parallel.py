@@ -13,7 +13,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout.parallel import compose, expert_parallel, fsdp, tensor_parallel
-from models import mlp, resnet, transformer
+from models import convnet, mlp, resnet, transformer
 from tests import parallel_models as pytrees
 from tests.bad_values import BAD, refusal
 from tests.same_bits import assert_same_bits
@@ -61,6 +61,12 @@ EXAMPLES = {
         transformer.MODEL_PARALLEL,
     ),
     "mlp": (mlp.MLP, mlp.LinenMLP(), IMAGES, mlp.MODEL_PARALLEL),
+    "convnet": (
+        *(convnet.ConvNet, convnet.LinenConvNet(), IMAGES),
+        # In pairs, which send less than the file's rules.
+        {"conv2/kernel": (..., "model", None), "conv2/bias": (...,)}
+        | convnet.MODEL_PARALLEL,
+    ),
     "resnet": (resnet.ResNet, resnet.LinenResNet(), IMAGES, resnet.MODEL_PARALLEL),
 }
 
@@ -613,18 +619,6 @@ def test_experts_on_devices_of_their_own_send_one_all_reduce_each_way():
     program = gradient_program(mesh, layouts, *model)
     # The gradients over the batch are the third.
     assert ml.testing.expect_communication(*program)["all_reduce"] == 3
-
-
-def test_experts_and_matrices_inside_them_go_on_different_axes():
-    mesh = ml.create_mesh({"batch": 2, "expert": 2, "model": 2})
-    build, forward = pytrees.mixture(capacity=4)
-    layouts = compose(
-        expert_parallel(mesh, "expert", build, TOKENS, call=forward),
-        tensor_parallel(mesh, build, TOKENS, call=forward),
-    )
-    resolved = layouts.resolve(jax.eval_shape(build))
-    assert resolved["up"].layout.specs == ("expert", None, "model")
-    assert resolved["down"].layout.specs == ("expert", "model", None)
 
 
 BAD_CALLS = {

@@ -197,10 +197,6 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "train_step: the third argument is for earlier metrics, got an array of shape "
         "(8,). Labels go into the batch, as {'x': x, 'y': y}."
     )
-    assert message_of(ml.Trainer, strategy="fsdp") == (
-        "Trainer got strategy=. Layouts place arrays on a mesh: TrainState.create(build, "
-        "tx, layouts)."
-    )
     assert message_of(ml.create_mesh, (2, 4), ("batch", "model")) == (
         "create_mesh: too many positional arguments. Write create_mesh({'batch': 2, "
         "'model': 4}). Give by name: devices=, dcn=, axis_types=."
@@ -228,6 +224,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
     assert swapped.endswith(
         "called as loss_fn(model, batch), but takes (batch, model)."
     )
+    alone = message_of(ml.make_predict_step, lambda model: 1.0)
+    assert "predict_fn(model, batch)" in alone
     error = functools.partial(message_of, error=AttributeError)
     assert error(lambda: ml.MirroredStrategy) == (
         "module 'meshlayout' has no attribute 'MirroredStrategy': write "
@@ -298,6 +296,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
         distribute: "drop_last num_workers seed collate_fn sampler pin_memory",
         create: "wrt",
         functools.partial(ml.Trainer, state): "max_epochs callbacks devices strategy",
+        ml.Trainer(state).fit: "validation_steps ckpt_path",
+        functools.partial(ml.Checkpointer, "x"): "save_best_only max_to_keep",
     }
     for function, names in options.items():
         for name in names.split():

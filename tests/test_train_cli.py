@@ -163,10 +163,6 @@ REFUSED = {
         "argument --global-batch-size: 24 rows do not divide into 32, the microbatches "
         "of the stages and the shards of each; nearest that do: 32"
     ),
-    "--layouts pipeline --mesh stage=8": (
-        "argument --mesh: the 4 layers do not divide into 8 shards over mesh axis "
-        "'stage'; sizes that do: 1, 2, 4"
-    ),
     "--layouts expert --precision float16": (
         "argument --precision: on CPU, the attention of JAX does not compute in "
         "float16; take bfloat16"

@@ -185,17 +185,6 @@ def test_its_text_shows_paths_arrays_and_layouts(make):
     )
 
 
-def test_multi_steps_is_an_optimizer_too(make):
-    state = make(optax.MultiSteps(optax.sgd(1.0), 2))
-    grads = jax.tree.map(jnp.ones_like, state.params)
-    one = state.apply_gradients(grads)
-    assert_same_bits(one.params, state.params)
-    two = one.apply_gradients(grads)
-    assert_same_bits(two.params, jax.tree.map(lambda x: x - 1, state.params))
-    slots = state.layouts.opt_state.acc_grads
-    assert slots["hidden"]["kernel"] == MESH.layout(None, "model")
-
-
 def test_rng_is_a_seed_or_a_key():
     key = jax.random.key(7)
     assert_same_bits(nnx_state(rng=7).rng, key)

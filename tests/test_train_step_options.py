@@ -467,13 +467,6 @@ class _Normalized(nn.Module):
         return nn.BatchNorm(use_running_average=not train)(x)
 
 
-def test_what_recompiles_is_compared_with_earlier_calls(mesh, batch):
-    train_step = ml.make_train_step(squares, on_recompile="error")
-    train_step(create(mesh), batch)
-    with pytest.raises(ml.errors.StepError, match="recompiles: state/opt_state"):
-        train_step(create(mesh, tx=optax.adam(0.1)), batch)
-
-
 @pytest.mark.parametrize(
     "loss_fn",
     [

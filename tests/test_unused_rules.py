@@ -70,12 +70,6 @@ def test_a_step_warns_once_of_a_rule_for_neither_activations_nor_arguments():
     ml.compile_step(step, layouts=ignored)({"w": jnp.ones(8)}, jnp.ones(2))
 
 
-def test_a_rule_that_another_one_hides_is_not_unused():
-    rules = {"hidden/kernel": (None, "model"), "kernel$": (None, "batch")}
-    layouts = ml.LayoutMap(MESH, rules, unused="error", conflict="first")
-    ml.create(lambda: {"hidden": {"kernel": jnp.ones((8, 8))}}, layouts)
-
-
 @pytest.mark.parametrize("default", [None, ml.zero_rule(MESH)])
 def test_a_name_that_is_no_axis_causes_a_warning(default):
     kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "modle"))

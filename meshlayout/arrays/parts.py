@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Leaf
-from meshlayout._host_arrays import plain_array
 from meshlayout.arrays.placement import (
     LayoutLike,
     as_array,
@@ -25,6 +24,7 @@ from meshlayout.arrays.placement import (
     can_compare,
     for_each,
     is_concrete,
+    plain_array,
     with_lists_as_arrays,
 )
 from meshlayout.cluster.agreement import all_gather, barrier, difference, digest

@@ -133,7 +133,7 @@ def _exchange(
     if threading.current_thread() is not threading.main_thread():
         msg = f"{call}: call it in the main thread, as threads have no common order."
         raise ClusterError(msg)
-    channel = shared_channel(_jax.coordination_client(), "cluster", hint=_HINT)
+    channel = shared_channel(_jax.coordination.client, "cluster", hint=_HINT)
     with channel.failure_told():
         message = call, pickle.dumps(value(*args))
     messages = channel.exchange(message, what=call, timeout_s=timeout_s)
@@ -201,7 +201,7 @@ def compare_program(
     `why` says why there is a new program after the first one of that name.
     """
     processes = tuple(sorted({device.process_index for device in devices}))
-    client, here = _jax.coordination_client(), _jax.process_index()
+    client, here = _jax.coordination.client, _jax.process_index()
     if len(processes) == 1 or here not in processes or client is None:
         return
     what = f"a new program of {name} ({why})" if why else f"the first call of {name}"

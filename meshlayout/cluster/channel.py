@@ -74,11 +74,11 @@ class Channel:
                 watch.post_wait()
             # All have sent their value of this turn, and so have read those before it.
             if turn:
-                _jax.coordination_client().key_value_delete(self._key(turn - 1, here))
+                _jax.coordination.client.key_value_delete(self._key(turn - 1, here))
         return {process: values[process] for process in self.processes}
 
     def _receive(self, turn: int, what: str, limit_s: float) -> dict[int, Any]:
-        client, here = _jax.coordination_client(), _jax.process_index()
+        client, here = _jax.coordination.client, _jax.process_index()
         start_s, waited_s = time.monotonic(), 0.0
         while True:
             ends = {p: watch.end_of(p) for p in self.processes}  # before the last look
@@ -158,11 +158,11 @@ class Channel:
         self._send(turn, watch.PeerError(text, _jax.process_index()))
 
     def _send(self, turn: int, value: object) -> None:
-        key, client = self._key(turn, _jax.process_index()), _jax.coordination_client()
+        key, client = self._key(turn, _jax.process_index()), _jax.coordination.client
         client.key_value_set_bytes(key, pickle.dumps(value), allow_overwrite=True)
 
     def _sent(self, turn: int) -> dict[int, Any]:
-        entries = _jax.coordination_client().key_value_dir_get_bytes(self._key(turn))
+        entries = _jax.coordination.client.key_value_dir_get_bytes(self._key(turn))
         return {int(k.rpartition("/")[2]): pickle.loads(value) for k, value in entries}
 
     def _key(self, turn: int, process: int | str = "") -> str:

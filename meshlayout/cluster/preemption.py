@@ -64,7 +64,7 @@ class Preemption:
         self._previous: Any = None
 
     def __enter__(self) -> Self:
-        if _jax.has_preemption_service():
+        if _jax.coordination.preemption_sync_manager is not None:
             return self
         is_main = threading.current_thread() is threading.main_thread()
         is_known = signal.getsignal(signal.SIGTERM) is not None
@@ -79,7 +79,7 @@ class Preemption:
 
     def is_due(self) -> bool:
         """Returns whether to save and end now; call it once after each step."""
-        if _jax.has_preemption_service():
+        if _jax.coordination.preemption_sync_manager is not None:
             self._is_signaled |= _jax.reached_preemption_sync_point(next(_turns))
         self._is_reported = self._is_signaled
         return self._is_signaled

@@ -101,7 +101,7 @@ class Watch:
         self, names: Sequence[str], heartbeat_s: float, step_timeout_s: float | None
     ) -> None:
         global _watch
-        state, _watch = _jax.coordination_state(), self
+        state, _watch = _jax.coordination, self
         counts.steps = counts.others = counts.meetings = 0
         self._client, self._index = state.client, state.process_id
         self.names, self._name, self._pid = names, names[self._index], os.getpid()
@@ -142,7 +142,7 @@ class Watch:
                 self._end(self._posted(self._failure_of(interrupt)))
         if self._failure is not None:
             self._linger(_LINGER_S)
-        _jax.coordination_state().shutdown = self._shutdown
+        _jax.coordination.shutdown = self._shutdown
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
         self._shutdown()
@@ -213,7 +213,7 @@ class Watch:
 
     def _judge_first(self, silent_s: float) -> None:
         why = f"has not answered for {silent_s:.0f} s, so it was stopped or cut off"
-        host, _, port = _jax.coordination_state().coordinator_address.rpartition(":")
+        host, _, port = _jax.coordination.coordinator_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
         except OSError:

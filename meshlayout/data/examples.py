@@ -17,8 +17,8 @@ import numpy as np
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._checks import type_text
-from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
+from meshlayout.arrays.placement import plain_array
 from meshlayout.data.report import PipelineReport
 from meshlayout.errors import DataError
 

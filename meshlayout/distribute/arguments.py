@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax
-from meshlayout._host_arrays import host_array
+from meshlayout.arrays.placement import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
 from meshlayout.mesh import Mesh

@@ -37,7 +37,7 @@ class CentralStorageStrategy(MirroredStrategy):
     def __init__(self, devices: Iterable[Any] | None = None) -> None:
         super().__init__(devices)
         kinds, _ = _jax.memory_kinds(self.mesh.devices.flat[0])
-        is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit()
+        is_old = self.mesh.platform == "cpu" and not _jax.memory_in_jit
         if is_old or (kinds and "pinned_host" not in kinds):
             kind = self.mesh.platform.upper()
             msg = "CentralStorageStrategy keeps variables in pinned_host memory, which "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._host_arrays import host_array
+from meshlayout.arrays.placement import host_array
 from meshlayout.data import DistributedDataset
 from meshlayout.data.plan import DataPlan
 from meshlayout.distribute.values import (

@@ -19,13 +19,8 @@ from meshlayout.mesh import Mesh
 
 
 KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
-    "ragged_all_to_all",
-    "collective_broadcast",
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("collective_permute", "ragged_all_to_all", "collective_broadcast"),
 )
 
 _OPCODES = {

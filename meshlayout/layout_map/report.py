@@ -160,7 +160,7 @@ class Explanation(Resolved):
         return [
             *grouped("fallback", ((leaf.path, leaf.fallback) for leaf in leaves)),
             *grouped("note", ((leaf.path, _note(leaf)) for leaf in leaves)),
-            *grouped("placed", ((leaf.path, _placed_text(leaf)) for leaf in leaves)),
+            *grouped("placed", ((x.path, _placed_text(x)) for x in leaves if x.placed)),
             *(f"dead {line}" for line in self.dead_lines()),
             *(
                 f"shadowed rule {pattern!r} decides nothing; where it matches, "
@@ -228,9 +228,8 @@ def _note(x: Resolution) -> str | None:  # that of a rule, or of a possible kern
     return x.note or (f"if its feature_group_count > 1, {GROUPED}" * is_window or None)
 
 
-def _placed_text(x: Resolution) -> str | None:
-    text = f"{x.placed}, where this map gives {x.layout} ({x.rule or x.reason})"
-    return text if x.placed else None
+def _placed_text(x: Resolution) -> str:
+    return f"{x.placed}, where this map gives {x.layout} ({x.rule or x.reason})"
 
 
 def grouped(what: str, pairs: Iterable[tuple[str, str | None]]) -> Iterator[str]:

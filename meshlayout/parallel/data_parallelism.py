@@ -97,7 +97,7 @@ def zero_rule(
     where = _checks.Context(where="zero_rule", error=LayoutMapError)
     min_size = _checks.count("min_size", min_size, at_least=0, **where)
     if memory_kind is not None:
-        is_old = not _jax.memory_in_jit() and mesh.platform == "cpu"
+        is_old = not _jax.memory_in_jit and mesh.platform == "cpu"
         sharding = Layout([], mesh, memory_kind=memory_kind).sharding
         # Described GPUs do not list their memories, and JAX then leaves out the kind.
         if is_old or sharding.memory_kind != memory_kind:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout._host_arrays import host_array
+from meshlayout.arrays.placement import host_array
 from meshlayout.cluster.agreement import compare_program, program_facts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout

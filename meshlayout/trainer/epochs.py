@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding
 from meshlayout import _batches, _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import WeightsKey, get_weights, map_batch, num_examples
-from meshlayout._host_arrays import plain_array
 from meshlayout.arrays import relayout, to_numpy
+from meshlayout.arrays.placement import plain_array
 from meshlayout.checkpoint.positions import Continues, move_to_position
 from meshlayout.data import DataIterator, DistributedDataset, RandomAccessSource
 from meshlayout.data.adapters.arrays import Rows, array_rows, is_columns
