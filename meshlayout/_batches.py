@@ -213,11 +213,9 @@ def check_padding(step: str, arguments: PyTree, is_read: list[bool]) -> None:
     if len(leaves) != len(is_read):  # some are static
         return
     if any(is_marked(x) and not y for x, y in zip(leaves, is_read, strict=True)):
-        msg = (
-            f"{step} does not read the batch's weights, so rows that pad a short batch "
-            "count as examples. Multiply losses by the weights and divide by their "
-            "sum, or give distribute_dataset remainder='drop'."
-        )
+        msg = f"{step} does not read the batch's weights, so rows that pad a short "
+        msg += "batch count as examples. Multiply losses by the weights and divide by "
+        msg += "their sum, or give distribute_dataset remainder='drop'."
         warnings.warn(msg, stacklevel=stack_level())
 
 

@@ -185,6 +185,8 @@ def function(
     except TypeError:
         names = ", ".join(signature.parameters)
         called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
+        if keywords and len(signature.parameters) > len(args):
+            called += f" Parameters named {' and '.join(keywords)} are passed, too."
         raise _error(called, **context) from None
     return value
 

@@ -165,8 +165,7 @@ def test_weights_are_0_for_padding(name, caplog):
     caplog.set_level("INFO")
     _, last = batches(source, weights=key)
     # A column that is taken for weights because of its name is told once.
-    says = "Examples are weighted by the source's 'weight': a train step's loss "
-    says += "function must not multiply by it."
+    says = "Losses and metrics are weighted by 'weight'; loss_fn need not use it."
     assert caplog.messages.count(says) == (name[:3] == "own" and key == "weight")
     is_named = type(source) is Named
     assert type(last) is type(source)

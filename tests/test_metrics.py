@@ -337,6 +337,17 @@ def test_sharded_inputs_give_what_whole_ones_give(metric, inputs, types, mask):
         close(values(updated(metric, rest, weights)), whole)
 
 
+@pytest.mark.parametrize("metric", [metrics.Accuracy(), metrics.F1(3)])
+def test_a_share_without_mistakes_is_exactly_1(metric, mesh_2x4):
+    share = jax.jit(lambda *arrays: metric.update(*arrays).compute())
+    for seed in range(10):
+        labels = np.zeros(64, np.int32)
+        weights = np.random.default_rng(seed).uniform(0.1, 3, 64).astype(np.float32)
+        arrays = np.eye(3, dtype=np.float32)[labels], labels, weights
+        arrays = [ml.relayout(x, mesh_2x4.layout("batch", ...)) for x in arrays]
+        assert share(*arrays) == 1
+
+
 BATCH = {"label": LABELS, "image": np.zeros((16, 2))}
 
 

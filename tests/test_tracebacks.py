@@ -193,6 +193,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "fit got sample_weight=. Weights go into the data: {'x': x, 'y': y, 'weight': "
         "weights}."
     )
+    said = message_of(ml.Trainer(state).fit, BATCH, class_weight={0: 1.0, 1: 5.0})
+    assert said.endswith("'weight': np.array([1.0, 5.0])[y]}.")
     assert message_of(ml.make_train_step(bad_key), state, BATCH, np.ones(8)) == (
         "train_step: the third argument is for earlier metrics, got an array of shape "
         "(8,). Labels go into the batch, as {'x': x, 'y': y}."
@@ -226,6 +228,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
     )
     alone = message_of(ml.make_predict_step, lambda model: 1.0)
     assert "predict_fn(model, batch)" in alone
+    said = message_of(ml.make_train_step, lambda model, batch, training: 0)
+    assert said.endswith("training). Parameters named rngs and train are passed, too.")
     error = functools.partial(message_of, error=AttributeError)
     assert error(lambda: ml.MirroredStrategy) == (
         "module 'meshlayout' has no attribute 'MirroredStrategy': write "
@@ -295,7 +299,9 @@ def test_reflexes_of_other_libraries_are_answered(state):
         "cpu_offload offload_policy reshard_after_forward ignored_modules",
         distribute: "drop_last num_workers seed collate_fn sampler pin_memory",
         create: "wrt",
-        functools.partial(ml.Trainer, state): "max_epochs callbacks devices strategy",
+        functools.partial(
+            ml.Trainer, state
+        ): "max_epochs callbacks devices strategy loss",
         ml.Trainer(state).fit: "validation_steps ckpt_path",
         functools.partial(ml.Checkpointer, "x"): "save_best_only max_to_keep",
     }
@@ -317,7 +323,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         lambda: ml.callbacks.ModelCheckpoint: "Write Checkpoint(ml.Checkpointer(",
         lambda: ml.callbacks.TensorBoard: "Write Log(directory).",
         lambda: ml.Checkpointer("unused").steps: "Write ck.all_steps().",
-        lambda: ml.callbacks.ReduceLROnPlateau: "reduce_on_plateau(patience=100)",
+        lambda: ml.callbacks.ReduceLROnPlateau: "hyperparams['learning_rate']",
         lambda: ml.metrics.AUC: "pip install google-metrax",
         lambda: ml.Trainer(state).predict_proba: "lambda model, x: jax.nn.softmax(",
         lambda: ml.metrics.MeanSquaredError: "Write Mean(values='error')",

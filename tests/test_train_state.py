@@ -121,6 +121,10 @@ def test_every_array_has_the_maps_layout(make):
     slots = make(rules=rules).layouts.opt_state[0]
     assert slots.nu["hidden"]["kernel"] == MESH.layout("batch", "model")
     assert slots.mu["hidden"]["kernel"] == MESH.layout(None, "model")
+    params = make().params
+    with pytest.warns(ml.errors.LayoutWarning, match="without layouts every device"):
+        ml.create(lambda: params)
+    ml.create(lambda: params, ml.LayoutMap(MESH))  # on purpose
 
 
 away = lambda x: ml.relayout(x, ml.create_mesh({"batch": 8}).layout(...))

@@ -43,7 +43,7 @@ from meshlayout.data.placement import (
     process_rows,
 )
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
-from meshlayout.data.report import PipelineReport
+from meshlayout.data.report import WEIGHTED, PipelineReport
 from meshlayout.errors import DataError
 
 
@@ -200,8 +200,7 @@ class DataPlan:
             is_padded = self.options.remainder == "pad"
             found, index = find_weights(rows, spec, key, add=is_padded)
             if found is spec and index is not None and key == "weight":  # by default
-                text = "Examples are weighted by the source's 'weight': a train step's"
-                self.clock.warn(f"{text} loss function must not multiply by it.")
+                self.clock.note(WEIGHTED)
             self._all_replicas = num_row_shards(layout)
             self._full = size // self._all_replicas  # the rows of a replica
             self.num_replicas = self.size // self._full

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 _log = logging.getLogger(__name__)
 
+WEIGHTED = "Losses and metrics are weighted by 'weight'; loss_fn need not use it."
+
 
 @dataclass
 class PipelineReport:

@@ -146,7 +146,9 @@ class Accuracy(_PairMetric, MeanMetric):
                 right = (_highest(scores) == labels) & (labels >= 0)
             else:
                 right = _is_in_top(scores, labels, self.top_k)
-        return self._mean_sums(right, weights)
+        counts = self._weights(weights, right)
+        hits, misses = (jnp.sum(jnp.where(x, counts, 0)) for x in (right, ~right))
+        return jnp.stack([hits, hits + misses])  # exactly 1, if nothing is missed
 
 
 def _is_in_top(scores: jax.Array, labels: jax.Array, top_k: int) -> jax.Array:
@@ -246,8 +248,9 @@ class _ClassShare(_PairMetric):
             guess = self._per_label(*inputs)[..., None] > (self.threshold or 0)
         counts = self._weights(weights, truth[..., 0])[..., None]
         dims = tuple(range(truth.ndim - 1))
-        table = guess & truth, guess, truth
-        return jnp.stack([jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in table])
+        table = guess & truth, guess & ~truth, ~guess & truth
+        hits, *misses = (jnp.sum(jnp.where(x, counts, 0), axis=dims) for x in table)
+        return jnp.stack([hits, *(hits + x for x in misses)])  # so that shares can be 1
 
     def compute(self) -> jax.Array:
         """Returns the mean over classes, or one value each; NaN if no class occurs."""

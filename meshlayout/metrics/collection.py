@@ -196,15 +196,12 @@ def _as_metric(name: str, metric: object) -> Any:
         fact = f"is a name. Write {_EXAMPLE}, or Mean(values={metric!r}) for an output."
     elif inspect.isfunction(metric):
         fact = "is no metric: return its value per example as an output of the loss "
-        fact += (
-            f"function, and write ml.metrics.Mean(values={name!r}). For a value of a"
-        )
-        fact += f" whole epoch, write a callback that sets logs['val_{name}']."
+        fact += f"function, and write ml.metrics.Mean(values={name!r}). For a value of"
+        fact += f" a whole epoch, write a callback that sets logs['val_{name}']."
     elif not all(hasattr(metric, method) for method in _PROTOCOL):
-        fact = (
-            f"is not a metric such as {_EXAMPLE}: it must have {', '.join(_PROTOCOL)}, "
-            "like those of clu and metrax, or be nnx's Average or Accuracy."
-        )
+        fact = f"is not a metric such as {_EXAMPLE}: it must have "
+        fact += f"{', '.join(_PROTOCOL)}, like those of clu and metrax, or be nnx's "
+        fact += "Average or Accuracy."
     else:
         return metric.empty() if is_class else metric
     raise MetricError(f"metrics: {name!r}: {_checks.shown(metric)} {fact}")

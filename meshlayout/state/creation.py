@@ -8,6 +8,7 @@ since the layout map decides.
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -22,7 +23,7 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays.placement import host_array
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import StateError
+from meshlayout.errors import LayoutWarning, StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved, active_map
 from meshlayout.mesh import Mesh, create_mesh, current_mesh
@@ -165,10 +166,16 @@ def describe_state(
 ) -> StateDescription[T]:
     """Describes a state; `where` is the public function, for messages."""
     check_builder(build, where)
-    if layouts is None:
-        layouts = active_map() or LayoutMap(current_mesh() or create_mesh())
+    chosen = active_map() if layouts is None else layouts
+    layouts = LayoutMap(current_mesh() or create_mesh()) if chosen is None else chosen
     check_map(layouts, where)
-    return place(trace(build), layouts)
+    traced = trace(build)
+    olds = filter(None, map(_jax.sharding_of, traced.jaxpr.consts))
+    if chosen is None and not all(sharding.is_fully_replicated for sharding in olds):
+        msg = f"{where}: the builder returns sharded arrays, and without layouts every"
+        msg += " device gets them whole. Give layouts; to replicate, LayoutMap(mesh)."
+        warnings.warn(msg, LayoutWarning, stacklevel=stack_level())
+    return place(traced, layouts)
 
 
 def check_map(layouts: object, where: str) -> None:

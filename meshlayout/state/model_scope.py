@@ -203,10 +203,9 @@ def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             scope = _scope.get()
-            if scope is None:
-                return original(*args, **kwargs)
-            scope.is_empty = False
-            if _jax.is_tracing():
+            if scope is not None:
+                scope.is_empty = False
+            if scope is None or _jax.is_tracing():
                 return original(*args, **kwargs)
             return around(scope, original, *args, **kwargs)
 

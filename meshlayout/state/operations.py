@@ -203,15 +203,15 @@ def _array(value: Any, aval: Any = None) -> ArrayLike:
 # not among them: its partial sums would be added in another order.
 _SAFE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
-broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type
-copy copy_p cos cosh digamma div dynamic_slice dynamic_update_slice empty eq erf
-erf_inv erfc exp exp2 expand_dims expm1 floor full gather ge gt imag integer_pow
-iota is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-optimization_barrier pad population_count pow random_bits random_clone
-random_fold_in random_seed random_split random_unwrap random_wrap real
-reduce_precision rem reshape rev round rsqrt select_n sharding_constraint shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
-squeeze stack stop_gradient sub tan tanh threefry2x32 tile transpose unstack xor
+broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type copy
+copy_p cos cosh digamma div dynamic_slice dynamic_update_slice empty eq erf erf_inv erfc
+exp exp2 expand_dims expm1 floor full gather ge gt imag integer_pow iota is_finite le
+lgamma log log1p logistic lt max min mul ne neg nextafter not or optimization_barrier
+pad population_count pow random_bits random_clone random_fold_in random_seed
+random_split random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
+select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign
+sin sinh slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32
+tile transpose unstack xor
 """
 _SAFE = frozenset(_SAFE_NAMES.split())
 _CONTAINERS = {

@@ -212,8 +212,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
             likes["opt_state"] = new = jax.eval_shape(tx.init, self.params)
             old = changes.get("opt_state", self.opt_state)
             if jax.tree.structure(new) != jax.tree.structure(old):
-                msg = "replace: opt_state is of another kind of optimizer. Start anew:"
-                way = "state.replace(tx=tx, opt_state=tx.init(state.params))."
+                msg = "replace: tx needs another opt_state (a schedule adds a count)."
+                way = "Start anew: replace(tx=tx, opt_state=tx.init(state.params))."
                 raise StateError(f"{msg} {way}")
         for name in filter(changes.__contains__, fields):  # on all processes in order
             tree = self._adopted(changes[name], likes[name], getattr(self, name))

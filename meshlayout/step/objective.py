@@ -156,11 +156,9 @@ def _check_mode(before: PyTree, after: PyTree) -> None:
     """Warns of a Linen module's batch statistics that a train step does not change."""
     stats, new = (jax.tree.leaves(x.get("batch_stats")) for x in (before, after))
     if stats and all(map(operator.is_, stats, new)):
-        msg = (
-            "batch_stats do not change in this train step: the Linen module runs in "
-            "evaluation mode, without dropout. Write def loss_fn(model, batch, train), "
-            "and in it model(x, train=train)."
-        )
+        msg = "batch_stats do not change in this train step: the Linen module runs in "
+        msg += "evaluation mode, without dropout. Write def loss_fn(model, batch, "
+        msg += "train), and in it model(x, train=train)."
         warnings.warn(msg, stacklevel=stack_level())
 
 

@@ -52,10 +52,9 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
 
 def _mesh_of(state: TrainState) -> Any:
     """Returns the mesh of a state, if it has several devices."""
-    sharding = _jax.sharding_of(state.step)
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-        return sharding.mesh
-    return None
+    sharding: Any = _jax.sharding_of(state.step)
+    is_on_several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    return sharding.mesh if is_on_several else None
 
 
 def check_divided(

@@ -34,6 +34,7 @@ from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.data.agreement import Agreement
 from meshlayout.data.examples import looks_batched, named_leaves
 from meshlayout.data.plan import DataPlan, as_source
+from meshlayout.data.report import WEIGHTED
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.step.objective import check_batch
@@ -201,8 +202,8 @@ class TrainerInput:
             self._tell_of_weights(batch)
         weights, rows = _batches.weights_of(batch, self._key), num_examples(batch)
         if weights is not None and self._marks:
-            text = f"Examples are weighted by {self._key!r} of their batch:"
-            self._warn(f"{text} the loss function must not multiply by it.")
+            if self._key == "weight":  # by default
+                self._trainer._report.note(WEIGHTED)
             # Momentum and weight decay would still move the parameters.
             rows = rows if np.any(weights) else 0
         if not rows:

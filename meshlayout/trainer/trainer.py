@@ -17,7 +17,7 @@ import numpy as np
 
 from meshlayout import _checks, _jax, errors
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import get_weights, noted_batch, num_examples
+from meshlayout._batches import noted_batch, num_examples
 from meshlayout.cluster.preemption import Preempted, Preemption, interrupts_later
 from meshlayout.data import PipelineReport
 from meshlayout.data.adapters.arrays import is_columns
@@ -236,9 +236,6 @@ class Trainer(_checks.WithReflexes):
             if validation_data is not None or not has_rows(data, batch_size):
                 msg = "fit: validation_split= holds out rows of arrays. Of batches, or"
                 raise MeshLayoutError(f"{msg} beside it, give validation_data= alone.")
-            if get_weights(data, self._steps.weights) is not None:
-                text = "held-out rows are weighted, too: validation_data= need not be."
-                self._report.warn(text)
             data, validation_data = split_rows(data, batch_size, validation_split)
         arguments = data, batch_size, seed, steps_per_epoch
         source, self._validation = TrainerInput(self, "fit", "train", *arguments), None

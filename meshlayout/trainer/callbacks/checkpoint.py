@@ -113,15 +113,11 @@ class Checkpoint(Callback):
             "history": {"epochs": history.epochs, "values": dict(history)},
         }
         metadata = {"epoch": trainer.position.epoch, "logs": logs, "resume": notes}
-        if self.checkpointer.save(
-            step,
-            trainer.state,
-            data=data,
-            metadata=metadata,
-            metrics=measured or None,
-            force=force,
-            _beside={_METRICS: metrics} if jax.tree.leaves(metrics) else None,
-        ):
+        options: dict[str, Any] = {"metadata": metadata, "metrics": measured or None}
+        options |= {"data": data, "force": force}
+        if jax.tree.leaves(metrics):
+            options["_beside"] = {_METRICS: metrics}
+        if self.checkpointer.save(step, trainer.state, **options):
             self._saved_at = step, is_end
 
     def resume(self, trainer: Trainer, source: TrainerInput) -> Metrics | None:

@@ -19,6 +19,7 @@ from rich.table import Column
 
 from meshlayout import _checks
 from meshlayout._render.tables import console_on, html_block, html_text, is_notebook
+from meshlayout.data.report import WEIGHTED
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback, Logs, Trainer
 from meshlayout.trainer.epochs import TrainingPosition
@@ -154,6 +155,8 @@ class Progress(Callback):
         while facts and len(line) + len(", ".join(facts)) + 4 > width:
             facts.pop()
         line = f"{line}  ({', '.join(facts)})" if facts else line
+        if epoch == self._first_epoch and WEIGHTED in trainer._report.notes:
+            self._display.add_line(WEIGHTED)
         self._display.add_line(line if len(line) <= width else line[: width - 1] + "…")
 
     def on_fit_end(self, trainer: Trainer) -> None:
@@ -185,10 +188,10 @@ def _title(position: TrainingPosition) -> str:
 class Log(Callback):
     """Writes the values of each epoch into a file, on process 0.
 
-    A CSV file has the columns of its first epoch: `name_0`, `name_1` and so on for a
-    metric with one dim, none for more. A JSON-lines file has one object per line, with
-    lists for metrics with dims, and null for values that are not finite. A later `fit`
-    with the same callback and a resumed run append, perhaps an epoch twice.
+    A CSV file has the columns `name_0`, `name_1` and so on for a metric with one dim,
+    none for more, and empty cells for values that an epoch lacks. JSON lines have lists
+    for metrics with dims, and null for what is not finite. A later `fit` with the same
+    callback and a resumed run append, perhaps an epoch twice.
 
     Args:
         path: `log.csv` or `log.jsonl`, overwritten; or a directory for TensorBoard.
@@ -226,14 +229,14 @@ class Log(Callback):
             self._file.write(json.dumps({"epoch": epoch, "step": step, **lists}) + "\n")
         elif self._kind == ".csv":
             self._file.seek(0)
-            # The columns of an existing file count, not those of this run.
-            columns = next(csv.reader(self._file), None)
-            self._file.seek(0, os.SEEK_END)
-            writer = csv.DictWriter(self._file, columns or [*row])
-            if columns is None:
+            reader = csv.DictReader(self._file)
+            rows, known = [*reader], reader.fieldnames or ()
+            writer = csv.DictWriter(self._file, [*dict.fromkeys([*known, *row])])
+            if writer.fieldnames != known:  # the first row, or one with a new value
+                self._file.truncate(0)
                 writer.writeheader()
-            with _checks.noted(f"in writing {str(self._path)!r}"):
-                writer.writerow(row)
+                writer.writerows(rows)
+            writer.writerow(row)
         else:
             for name, value in values.items():
                 self._file.add_scalar(name, value, step)
