@@ -302,6 +302,8 @@ _MEANINGS = {
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "
     "mutable= and rngs=.",
+    '"batch_stats" is immutable': "In evaluation, write model(x, train=False); a "
+    "function loss_fn(model, batch, train) is told which it is.",
     "contracting dimensions to have": "An input's last dim is not its layer's. One row "
     "is x[:1] or df.iloc[[0]], one feature df[['age']]; batch_size= counts examples.",
     "same number of dimensions": "Labels that are class numbers have shape (batch,).",

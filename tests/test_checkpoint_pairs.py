@@ -17,7 +17,8 @@ ADVICE = (
     "restore takes rename={pattern: replacement} for saved arrays of other names, "
     "partial=True to keep the values of missing arrays and ignore extra ones or "
     "partial=[pattern] to leave what it matches as it is, and dtype= for another dtype "
-    "of the same kind. train_step.prepare(state) has what a step keeps in `extra`."
+    "of the same kind; load_arrays also takes transpose={pattern: (1, 0)}, for square "
+    "arrays, too. train_step.prepare(state) has what a step keeps in `extra`."
 )
 
 error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
@@ -92,8 +93,6 @@ def test_all_differences_stand_side_by_side_with_near_names():
         "dtype    n i32[3]            n f32[3]\n"
         "extra                        heads/kernel f32[8]\n"
         "extra                        old f32[8]\n"
-        "Matrices are transposed by load_arrays(..., transpose={pattern: (1, 0)}); match "
-        "square ones, too, which this table cannot show. "
         r"Some names match with rename={'^heads\\.': 'head/'}. "
         f"{ADVICE}"
     )
@@ -110,6 +109,26 @@ def test_another_optimizer_is_named():
     assert "The optimizer is not the saved one" in error_of(restored, saved, like)
     got = restored(saved, like, partial="^opt_state/")
     assert got["params/w"].tolist() == [0, 0]
+
+
+def test_a_model_is_taken_from_a_dict_with_its_optimizer():
+    saved = numbered("model/a/w", "optimizer/opt_state/0/count", "optimizer/step")
+    got = restored(saved, {"model/a/w": np.ones(2, "float32")})
+    assert got["model/a/w"].tolist() == [0, 0]
+    got = restored(saved, numbered("a/w"), rename={"^model/": ""})
+    assert got["a/w"].tolist() == [0, 0]
+    saved = numbered("params/w", "model_state/batch_stats/w", "opt_state/m", "step")
+    linen = numbered("batch_stats/w", "params/w")
+    got = restored(saved, linen)
+    assert (got["params/w"][0], got["batch_stats/w"][0]) == (0, 1)
+
+
+def test_averages_and_random_streams_that_differ_are_named():
+    like = numbered("params/w", "extra/ema/w")
+    said = error_of(restored, numbered("params/w"), like)
+    assert "restore the state before you prepare it" in said
+    like = numbered("params/w", "model_state/drop/rngs/count")
+    assert "partial='rngs'" in error_of(restored, numbered("params/w"), like)
 
 
 def test_partial_keeps_what_is_missing_and_leaves_out_what_is_extra(caplog):

@@ -67,9 +67,8 @@ def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
 
 UNEVEN = (
     "the batch has 10 rows, which do not divide into 4 shards over 'batch' of "
-    "Mesh(batch=4, model=2): every device would compute all of them. Pad or drop rows, "
-    "or take ml.distribute_dataset(source, mesh), which pads the last batch and gives "
-    "the padding weight 0. To predict, Trainer.predict pads and cuts."
+    "Mesh(batch=4, model=2). Pad or drop rows: ml.distribute_dataset(source, mesh) pads "
+    "with rows of weight 0. To predict, Trainer.predict pads and cuts."
 )
 EMPTY = "the batch has no examples, and there is nothing to learn from it."
 
@@ -88,12 +87,10 @@ def test_rows_from_the_host_that_no_step_can_take_are_refused(
 
 
 MESSAGE = (
-    "all 8 devices of Mesh(rows=8) would compute the same: no array of the batch, and "
-    "none of the state, is sharded over an axis. Shard the rows: "
-    "ml.distribute_dataset(source, mesh) does over axes called 'batch', 'data', "
-    "'replica', 'fsdp', 'dp', 'ddp', 'data_parallel', or ml.relayout(batch, "
-    "mesh.layout('rows', ...)) over any. Or shard the state, with a LayoutMap's rules; "
-    "or make a mesh of one device."
+    "all 8 devices of Mesh(rows=8) would compute the same: no array of the batch or the "
+    "state is sharded. Shard rows, by ml.relayout(batch, mesh.layout('rows', ...)) or by "
+    "axes called 'batch', 'data', 'replica', 'fsdp', 'dp', 'ddp', 'data_parallel'; or "
+    "the state, by a LayoutMap."
 )
 
 

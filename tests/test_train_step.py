@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from flax.errors import ModifyScopeVariableError
 
 import meshlayout as ml
 from meshlayout import losses
@@ -185,6 +186,24 @@ def test_the_loss_function_gets_what_it_asks_for(mesh, is_training):
         state, metrics = result if is_training else (state, result)
         found.append(float(metrics["loss"]))
     assert (found[0] != found[1]) == is_training
+
+
+def test_a_linen_module_at_rest_changes_no_statistics(mesh):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+    def errors_of(model, batch):
+        return jnp.square(model(batch["x"]) - batch["y"]).sum(-1)
+
+    state = create_linen(mesh, Net(), False)
+    with pytest.raises(ModifyScopeVariableError) as caught:  # as plain Flax does
+        ml.make_eval_step(errors_of)(state, on(mesh, DATA))
+    assert "model(x, train=False)" in caught.value.__notes__[0]
+    found = ml.Trainer(state, errors_of).predict(X, batch_size=16)
+    variables = {"params": state.params, **state.model_state}
+    assert_close(found, Net().apply(on_host(variables), X, train=False))
 
 
 def test_eval_and_predict_steps_take_the_model_at_rest_and_change_nothing(mesh):

@@ -424,9 +424,9 @@ RETURNS = (
 )
 # What is said: of a loss function, options, and more of the batch.
 CALLS = {
-    "the loss function returned a scalar, and the batch has weights: it may hold "
-    "padding, which a scalar has already averaged in. Return one loss per example, "
-    "(batch,); or make the dataset with remainder='drop', which adds no weights.": (
+    "the loss function returned a scalar, and the batch has weights, 0 for padding. "
+    "Return a loss per example, (batch,); for a scalar, "
+    "distribute_dataset(remainder='drop').": (
         *(lambda model, batch: squares(model, batch).mean(), {}),
         {"weight": np.ones(16, "float32")},
     ),

@@ -42,6 +42,7 @@ _SHOWN, _COMPARED = 40, 100
 
 _COLUMNS = ("differs", "wanted", "saved")
 _MODEL = re.compile("^(params|model_state)/")  # in a TrainState
+_TRAINING = re.compile("(opt_state|optimizer|extra)/|(step|rng|key)$")  # besides it
 
 # By what the path of every array that differs begins with.
 _KNOWN = {
@@ -57,11 +58,8 @@ _ADVICE = (
     "restore takes rename={pattern: replacement} for saved arrays of other names, "
     "partial=True to keep the values of missing arrays and ignore extra ones or "
     "partial=[pattern] to leave what it matches as it is, and dtype= for another dtype "
-    "of the same kind. train_step.prepare(state) has what a step keeps in `extra`."
-)
-_TRANSPOSED = (
-    "Matrices are transposed by load_arrays(..., transpose={pattern: (1, 0)}); match "
-    "square ones, too, which this table cannot show. "
+    "of the same kind; load_arrays also takes transpose={pattern: (1, 0)}, for square "
+    "arrays, too. train_step.prepare(state) has what a step keeps in `extra`."
 )
 
 
@@ -481,9 +479,9 @@ def _match(
         else:
             pairs[spec.path] = name, dtype if is_cast else spec.host.dtype
     extra = {name: saved[name] for name in rest.values() if name not in left}
-    if any(map(_MODEL.match, names)) and not any(map(_MODEL.match, paths)):
-        # A model takes its own arrays of a TrainState.
-        extra = {name: spec for name, spec in extra.items() if _MODEL.match(name)}
+    if any(map(_TRAINING.match, names)) and not any(map(_TRAINING.match, paths)):
+        # A model takes its own arrays of a state.
+        extra = {x: spec for x, spec in extra.items() if not _TRAINING.match(x)}
     # Numbers, as that of the step, are in any state.
     found = [spec for spec in wanted if spec.path in pairs]
     has_dims = [any(x.shape for x in specs) for specs in (found, missing.values())]
@@ -497,9 +495,7 @@ def _match(
         path = next((x for x in missing if missing[x].shape), "")
         alike = [x for x in extra if path and extra[x].shape == missing[path].shape]
         rows = [*missing, *extra, *(x.path for x in (*shapes, *dtypes))]
-        is_flipped = any(x.saved.shape == x.wanted.shape[::-1] for x in shapes)
         advice = _renaming(path, alike, request.separator) + _ADVICE
-        advice = _TRANSPOSED * is_flipped + advice
         for prefix, text in _KNOWN.items():
             advice = text if all(re.match(prefix, x) for x in rows) else advice
         msg = f"{source} does not fit the state to restore: {wrong.summary()}.\n"

@@ -24,8 +24,8 @@ from meshlayout.errors import DataError
 def distribute_dataset(
     source: object,
     layout_or_mesh: LayoutOrMesh,
-    *,
     global_batch_size: int,
+    *,
     remainder: str = "pad",
     weights: str | int | None = "weight",
     shuffle: int | None = None,

@@ -151,8 +151,8 @@ class TrainState(_checks.WithReflexes, Generic[T]):
         """The model with these parameters: an NNX module, or a bound Linen module.
 
         Each access makes a new one, in the mode in which it was built: to predict, call
-        its `eval()`. Changes to it do not change the state. A Linen module is bound
-        with its other collections mutable; read them with `model_state_of`.
+        its `eval()`, or a Linen module with `train=False`. Changes to it do not change
+        the state. The other collections of Linen are mutable: see `model_state_of`.
         """
         self._refuse_used_up()
         code = self.program
@@ -167,11 +167,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def _refuse_used_up(self) -> None:
         if self._is_used_up():
-            raise StateError(
-                "a step has used up this state: it reused its memory. Continue with "
-                "what the step returned, or trainer.state, or pass the step a copy: "
-                "jax.tree.map(jnp.copy, state)."
+            fact = (
+                "a step has used up this state. Continue with what the step returned,"
             )
+            way = "or pass it a copy: jax.tree.map(jnp.copy, state)."
+            raise StateError(f"{fact} or trainer.state, {way}")
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays other than its parameters, for `model_state`.

@@ -142,7 +142,8 @@ def call_model(
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
             others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
-            variables, mutable = {"params": params, **others}, [*others, *_PASSING]
+            variables, mutable = {"params": params, **others}, {*others, *_PASSING}
+            mutable -= {"" if train else "batch_stats"}  # Flax then says what is wrong
             return state.program.module.bind(variables, rngs=streams, mutable=mutable)
         model = replace(state, params=params).model
         if not train:

@@ -188,9 +188,8 @@ def _weighted_rows(
     shape = jnp.shape(value)
     if not shape:
         raise LossError(
-            f"{what} a scalar, and the batch has weights: it may hold padding, which a "
-            "scalar has already averaged in. Return one loss per example, (batch,); or "
-            "make the dataset with remainder='drop', which adds no weights."
+            f"{what} a scalar, and the batch has weights, 0 for padding. Return a loss "
+            "per example, (batch,); for a scalar, distribute_dataset(remainder='drop')."
         )
     if shape[0] != rows:
         raise LossError(

@@ -36,10 +36,9 @@ def sharded(state: TrainState, batch: Batch, dim: int) -> Batch:
         if size % shards:
             raise StepError(
                 f"the batch has {size} rows, which do not divide into {shards} shards "
-                f"over {', '.join(map(repr, axes))} of {Mesh(mesh)!r}: every "
-                "device would compute all of them. Pad or drop rows, or take "
-                "ml.distribute_dataset(source, mesh), which pads the last batch and "
-                "gives the padding weight 0. To predict, Trainer.predict pads and cuts."
+                f"over {', '.join(map(repr, axes))} of {Mesh(mesh)!r}. Pad or drop "
+                "rows: ml.distribute_dataset(source, mesh) pads with rows of weight 0. "
+                "To predict, Trainer.predict pads and cuts."
             )
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, axes))
@@ -81,12 +80,10 @@ def check_divided(
     if re.search(r'\{"\w|devices=\[', traced.lower().as_text()):
         return
     raise StepError(
-        f"all {mesh.size} devices of {Mesh(mesh)!r} would compute the same: "
-        "no array of the batch, and none of the state, is sharded over an axis. Shard "
-        "the rows: ml.distribute_dataset(source, mesh) does over axes called "
-        f"{', '.join(map(repr, BATCH_AXES))}, or ml.relayout(batch, mesh.layout("
-        f"{mesh.axis_names[0]!r}, ...)) over any. Or shard the state, with a "
-        "LayoutMap's rules; or make a mesh of one device."
+        f"all {mesh.size} devices of {Mesh(mesh)!r} would compute the same: no array "
+        "of the batch or the state is sharded. Shard rows, by ml.relayout(batch, "
+        f"mesh.layout({mesh.axis_names[0]!r}, ...)) or by axes called "
+        f"{', '.join(map(repr, BATCH_AXES))}; or the state, by a LayoutMap."
     )
 
 

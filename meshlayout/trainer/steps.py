@@ -100,9 +100,12 @@ class TrainerSteps:
         if loss_fn is None or len(leaves) < num_trained:
             with _checks.noted(f"predict calls the model, or what you give as {call}"):
                 keys = [*inputs] if isinstance(inputs, Mapping) else range(len(leaves))
-                names = [name for name in signature(model).parameters if name in keys]
-                arguments = ", ".join(f"b[{key!r}]" for key in names or keys)
+                known = signature(model).parameters
+                names = [f"b[{x!r}]" for x in [x for x in known if x in keys] or keys]
+                arguments = "b" if inputs is leaves[0] else ", ".join(names)
                 hint = f"Give predict_fn=lambda model, b: model({arguments})."
+                if "train" in known:  # Linen modules have no mode of their own
+                    model = functools.partial(model, train=False)
                 _checks.function("model", model, "batch", hint=hint)
                 return model(leaves[0] if len(leaves) == 1 else inputs)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
