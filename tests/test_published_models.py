@@ -6,6 +6,7 @@ All are small configurations with random parameters.
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,8 @@ TRANSFORMERS = {
 
 def from_transformers(name: str) -> Published:
     """A Flax model of the `transformers` package."""
+    # PyTorch's Triton crashes in a process that has TensorFlow; Flax needs neither.
+    os.environ["USE_TORCH"] = "0"
     transformers = pytest.importorskip("transformers")
     architecture, sizes, inputs = TRANSFORMERS[name]
     kind = getattr(transformers, f"Flax{architecture}", None)
