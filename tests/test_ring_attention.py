@@ -130,15 +130,20 @@ def test_it_is_jaxs_attention_where_there_is_no_axis():
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
     wide, one = ml.create_mesh({"batch": 8}), ml.create_mesh({"batch": 8, "seq": 1})
     for attend in (RING, HEADS):
-        for mesh in (None, wide, one):
-            out = attend(*inputs, axis="seq", causal=True, mesh=mesh)
+        run = functools.partial(attend, *inputs, axis="seq", causal=True)
+        fact = "{'batch': 8} has no axis 'seq' to send along. "
+        with jax.set_mesh(wide.jax_mesh), pytest.warns(match=fact):
+            without_axis = run()
+        for out in (run(), run(mesh=one), without_axis):
             np.testing.assert_array_equal(out, expected)
+        with pytest.raises(ml.errors.MeshError, match=r"\(batch=8\) has no axis 'seq'"):
+            run(mesh=wide)
     ids = segments(2, 16)
     options = {"causal": False, "segment_ids": ids, "window": (2, 3)}
     for cap in (None, 2.0):
         actual = RING(*inputs, axis="seq", softcap=cap, **options)
         assert_close(actual, full_attention(*inputs, softcap=cap, **options))
-    row = RING(*(x[0] for x in inputs), axis="seq", causal=True, mesh=wide)
+    row = RING(*(x[0] for x in inputs), axis="seq", causal=True, mesh=one)
     np.testing.assert_allclose(row, expected[0], atol=1e-6)
 
 

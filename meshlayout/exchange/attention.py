@@ -95,8 +95,8 @@ def ring_attention(
 
     Raises:
         LayoutError: If shapes or dtypes do not fit, or an option is not supported.
-        MeshError: If this is called inside `shard_map` over the axis. (Inside one
-            over others, gradients need its `check_vma=False`.)
+        MeshError: If `mesh` lacks the axis (a step's mesh warns), or inside `shard_map`
+            over it. (Inside one over others, gradients need its `check_vma=False`.)
 
     Examples:
         >>> import meshlayout as ml

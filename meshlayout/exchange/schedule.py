@@ -97,8 +97,8 @@ def pipeline(
 ) -> X:
     """Applies all layers to `x`, divided into stages over a mesh axis.
 
-    It equals a scan over the layers, and is one if the mesh has no such axis. Use this,
-    with `stages`, if the network is too slow for `fsdp` or `tensor_parallel`.
+    It equals a scan over the layers, and is one, with a warning, if the step's mesh
+    lacks the axis. Use this, with `stages`, if `fsdp` or `tensor_parallel` is too slow.
 
     With s stages and m microbatches, each device waits (s - 1) / (m + s - 1) of the
     time (Huang et al., "GPipe", 2019). With `"circular"`, it has r shorter stages that
@@ -120,7 +120,7 @@ def pipeline(
             a round per layer of a device, and exchanges layers stored in order.
         remat: Whether to store only the inputs of stages, and recompute each stage in
             the backward pass.
-        mesh: The mesh; by default that of the step, or of `jax.set_mesh`.
+        mesh: A mesh with the axis; by default that of the step or of `jax.set_mesh`.
 
     Raises:
         LayoutError: If stages do not divide the layers, microbatches do not divide the

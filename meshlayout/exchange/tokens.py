@@ -61,7 +61,7 @@ def dispatch(
             default all. Others add nothing: first choices come before second ones, each
             in the order of the row (GShard, Lepikhin et al. 2020).
         mesh: The mesh; by default that of the step, or of `jax.set_mesh`. Without one,
-            or if it lacks the axis, nothing is sent.
+            or if it lacks the axis, which warns, nothing is sent.
 
     Returns:
         An array of the tokens' shape, with the features and dtype of the results.
@@ -69,7 +69,7 @@ def dispatch(
     Raises:
         LayoutError: If shapes or dtypes do not fit each other, or the number of experts
             does not divide among the devices.
-        MeshError: If this is called inside `shard_map` over the axis.
+        MeshError: If `mesh` lacks the axis, or this is inside `shard_map` over it.
 
     Examples:
         >>> import meshlayout as ml

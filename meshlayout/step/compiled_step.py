@@ -8,7 +8,6 @@ changed, whether the result fits, whether all processes agree.
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import compress
@@ -26,7 +25,7 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import batch_axes, check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
+from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, warn
 from meshlayout.exchange.partitioner import gathering_once, run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.state import TrainState
@@ -283,7 +282,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if new and (is_sharded or type(args[0]) is TrainState):
                 text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
                 text += ". To shard it, write ml.relayout(x, layout)."
-                warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+                warn(text, LayoutWarning)
             put = functools.partial(_jax.put, sharding=NamedSharding(mesh, whole))
             state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
             args = (state, *args[1:])
@@ -445,7 +444,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._options["on_recompile"] == "error":
             raise StepError(line)
         if self._options["on_recompile"] == "warn":
-            warnings.warn(line, RecompileWarning, stacklevel=stack_level())
+            warn(line, RecompileWarning)
         return change
 
     def _kinds(
@@ -514,7 +513,7 @@ def _check_rows(named: Mapping[str, Leaf], mesh: Any) -> None:
         way = f"ml.relayout({rows[0].partition('/')[0]}, mesh.layout({axes[0]!r}, ...))"
         text = f"{rows[0]} is whole on all {mesh.size} devices, which all compute the "
         text += f"same. Write {way}."
-        warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+        warn(text, LayoutWarning)
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:
