@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _checks
+from meshlayout._batches import BATCH_AXES
 from meshlayout.errors import LayoutError, LayoutWarning, MeshError, warn
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -65,16 +66,17 @@ def find_axis(
     """Returns an axis of a mesh; its size is 1 if there is nobody to exchange with.
 
     Without a mesh, it is that of the step that traces this, or of `jax.set_mesh`. If
-    there is none, or it lacks the axis, a model with code on shards runs as on one
-    device; the latter warns. Raises MeshError inside of `shard_map` over the axis.
+    that lacks the axis, a model with code on shards runs as on one device, and warns if
+    another axis may be meant. Raises MeshError inside of `shard_map` over the axis.
     """
     if not isinstance(name, str):
         raise MeshError(f"{where}: axis must be one name, got {_checks.shown(name)}.")
     asked_axes.get({})[name] = where, passes
     ambient = jax.sharding.get_abstract_mesh()
+    others = [x for x, n in ambient.shape.items() if n > 1 and x not in BATCH_AXES]
     if mesh is not None:
         as_mesh(mesh).axis_size(name)
-    elif ambient.size > 1 and name not in ambient.shape and not asked_axes.get(None):
+    elif others and name not in ambient.shape and not asked_axes.get(None):
         fact = f"{where}: the mesh {dict(ambient.shape)} has no axis {name!r} to send"
         warn(f"{fact} along. If that is intended, add it with size 1.", LayoutWarning)
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh

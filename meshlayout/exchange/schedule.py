@@ -97,8 +97,8 @@ def pipeline(
 ) -> X:
     """Applies all layers to `x`, divided into stages over a mesh axis.
 
-    It equals a scan over the layers, and is one, with a warning, if the step's mesh
-    lacks the axis. Use this, with `stages`, if `fsdp` or `tensor_parallel` is too slow.
+    It equals a scan over the layers, and is one if the mesh has no such axis. Use this,
+    with `stages`, if the network is too slow for `fsdp` or `tensor_parallel`.
 
     With s stages and m microbatches, each device waits (s - 1) / (m + s - 1) of the
     time (Huang et al., "GPipe", 2019). With `"circular"`, it has r shorter stages that

@@ -61,7 +61,7 @@ def dispatch(
             default all. Others add nothing: first choices come before second ones, each
             in the order of the row (GShard, Lepikhin et al. 2020).
         mesh: The mesh; by default that of the step, or of `jax.set_mesh`. Without one,
-            or if it lacks the axis, which warns, nothing is sent.
+            or if it lacks the axis, nothing is sent.
 
     Returns:
         An array of the tokens' shape, with the features and dtype of the results.
