@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ import numpy as np
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout.errors import StepError, stack_level
+from meshlayout.errors import StepError, warn
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
@@ -216,7 +215,7 @@ def check_padding(step: str, arguments: PyTree, is_read: list[bool]) -> None:
         msg = f"{step} does not read the batch's weights, so rows that pad a short "
         msg += "batch count as examples. Multiply losses by the weights and divide by "
         msg += "their sum, or give distribute_dataset remainder='drop'."
-        warnings.warn(msg, stacklevel=stack_level())
+        warn(msg)
 
 
 def is_marked(leaf: Leaf) -> bool:

@@ -283,6 +283,7 @@ _JAX, _LOOKUPS = f"{Path(jax.__file__).parent}/", {"called", "unknown"}
 _LOOKUPS |= {"__getattr__", "__missing__"}  # which say that there is no such name
 # Words of JAX; tests notice others.
 _NOTE_OF_JAX, _DELETED = "JAX has removed its internal frames", "Array has been deleted"
+_WHOLE_BATCH = "A model takes what its __call__ takes, such as batch['x'], not a batch."
 # What the errors of JAX, by what they say, mean to users of this library.
 _MEANINGS = {
     "unbound axis name": "A step is one program over the whole batch, and its means "
@@ -298,6 +299,12 @@ _MEANINGS = {
     "give it optax.lbfgs(linesearch=None).",
     "should match the aval mesh": "The batch is on Explicit axes, as of jax.make_mesh, "
     "the state on Auto ones: lay it out on the mesh of the state.",
+    "is incompatible with mesh_shape": "The state and the batch may be on two meshes: "
+    "lay both out on one.",
+    "'dict' object has no attribute 'dtype'": _WHOLE_BATCH,
+    "entry not a 2- or 3- tuple": _WHOLE_BATCH,  # from a dtype of a dict
+    "'TrainState' object is not callable": "Of a state, call state.model(x). verify "
+    "takes a step, such as make_train_step(loss_fn).",
     "argument passed to an apply function": "A step's model is bound to its variables: "
     "write model(batch['x']), without apply.",
     "unexpected keyword argument 'mutable'": "A step's model is bound: leave out "

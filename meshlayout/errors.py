@@ -1,6 +1,7 @@
 """All errors that meshlayout raises on purpose, and helpers for their messages."""
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from inspect import currentframe
 from traceback import walk_stack
@@ -98,12 +99,12 @@ class LayoutWarning(UserWarning):
     """A layout could not be followed completely; says why."""
 
 
-def stack_level() -> int:
-    """Returns the `stacklevel` at which a warning names a line of the user's code."""
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns with a line of the user's code, rather than one of the library."""
     inside = ("jax", "flax", "meshlayout", "contextlib", "functools")
     names = [str(f.f_globals.get("__name__")) for f, _ in walk_stack(currentframe())]
     users = [name.partition(".")[0] not in inside for name in names]
-    return max(1, users.index(True)) if any(users) else len(users)
+    warnings.warn(text, category, stacklevel=[*users, True].index(True) + 1)
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

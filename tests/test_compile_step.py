@@ -307,6 +307,10 @@ REFUSED = {
             {"a": jnp.ones(2)}
         )
     ),
+    f"{RETURNED[:-1]} changed from nothing to f32[]. Write `return state, aux`: the "
+    "state comes first.": (
+        lambda: ml.compile_step(lambda s: (s["a"].sum(), s))({"a": jnp.ones(2)})
+    ),
     "doubled: 'state/w' was used up by an earlier call of a step. Continue with the "
     "state that the step returned.": used_up,
     f"doubled: 'state/a' and 'state/b' {SAME}": (

@@ -54,6 +54,9 @@ def test_rules_without_effect_and_large_whole_leaves_are_named(mesh, tree):
     assert set(report.shadowed_rules) == {"head", "kernel$"}
     assert report.shadowed_rules["kernel$"] == ("attention/kernel", "head/kernel")
     assert report.large_replicated == ("embed/embedding",)
+    torch = r"model.transformer.*.head.weight"
+    report = ml.LayoutMap(mesh, {torch: [...]}).explain(tree)
+    assert report.dead_rules == {torch: ("head/kernel",)}
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 1, 8), (8, 1, 3, 3)])

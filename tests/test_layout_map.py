@@ -292,7 +292,8 @@ BAD = {
     "resolve({'k': (None, 'model')}, 512, 10)": "dense/kernel f32[512, 10]: dim 1 has "
     "size 10, which does not divide into 4 shards over mesh axis 'model' (rule 'k', "
     f"Layout([unsharded, model], {MESH})). Nearest sizes that fit: 8 and 12. To keep the "
-    "size, leave dim 1 UNSHARDED, or give the rule on_uneven='replicate'.",
+    "size, leave dim 1 UNSHARDED, or write ml.Rule(..., on_uneven='replicate') or, for "
+    "all rules, LayoutMap(..., on_uneven='replicate').",
     "resolve({'bias': ('model',)}, 8, 8, unmatched='error')": "dense/kernel f32[8, 8]: no "
     "rule matches, and the map has unmatched='error'. Add a rule, such as "
     "layouts['dense/kernel'] = [...] for replicated.",

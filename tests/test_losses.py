@@ -225,6 +225,10 @@ WRONG = {
     "example, (4,), or one per loss.": (
         lambda: losses.per_example(np.ones((4, 3)), np.ones((4, 2)))
     ),
+    "weights of shape (4, 3) do not fit losses of shape (4,); give all losses, (4, 3): "
+    "steps take the weighted mean.": (
+        lambda: losses.per_example(np.ones(4), np.ones((4, 3)))
+    ),
     "this code runs under the axes 'batch', 'model', and it is not known which of them "
     "are replicas. Give global_batch_size=, or divide by the number of replicas "
     "yourself.": lambda: in_two_axes(np.zeros(2, "float32")),

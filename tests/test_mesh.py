@@ -312,6 +312,8 @@ BAD = {
     "create_mesh(shape=(2, 4), axis_names='ab')": "create_mesh got shape, axis_names=. "
     "Give each axis once, with its size: create_mesh({'batch': 2, 'model': 4}). Options "
     "are devices, dcn and axis_types.",
+    "MESH['batch']": "write mesh.shape['batch'] for the size of an axis. There is no "
+    "submesh: layouts name axes.",
     "MESH.__enter__()": "write `with jax.set_mesh(mesh.jax_mesh):`, not `with mesh:`.",
     "create_mesh(batch=1, devices=['CPU:8'])": "a device of cpu:8 does not exist here, "
     "only cpu:0-7.",

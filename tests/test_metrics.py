@@ -163,6 +163,7 @@ VALUES = [
     (metrics.Mean(), [(TOKENS, BOTH)], np.average(TOKENS, weights=BOTH)),
     # A number per step counts once, unless nothing counts.
     (metrics.Mean(), [(2.0, [1, 1, 0]), (4.0, [1, 1]), (np.nan, [0, 0])], 3),
+    (metrics.Mean(), [([2.0, np.nan, 4.0], [[0.1, 0], [0, 0], [3, 2]])], 3),  # of rows
     (metrics.Last(), [(LAST,)], 4),
     (metrics.Last(), [(LAST,), (2 * LAST, np.array([0, 1]))], 8),
     (metrics.Last(), [(LAST,), (np.array([5.0, np.nan]), np.zeros(2))], 4),

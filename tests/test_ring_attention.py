@@ -128,17 +128,21 @@ def test_it_is_full_attention_in_value_and_gradient(attend, size, shape, options
 def test_it_is_jaxs_attention_where_there_is_no_axis():
     inputs = random_inputs(2, 16, 4, 2)
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
-    wide, one = ml.create_mesh({"batch": 8}), ml.create_mesh({"batch": 8, "seq": 1})
+    other, one = ml.create_mesh({"sp": 8}), ml.create_mesh({"batch": 8, "seq": 1})
     for attend in (RING, HEADS):
-        for mesh in (None, wide, one):
-            out = attend(*inputs, axis="seq", causal=True, mesh=mesh)
+        run = functools.partial(attend, *inputs, axis="seq", causal=True)
+        with jax.set_mesh(other.jax_mesh), pytest.warns(match="{'sp': 8} has no axis"):
+            without_axis = run()
+        for out in (run(), run(mesh=one), without_axis):
             np.testing.assert_array_equal(out, expected)
+        with pytest.raises(ml.errors.MeshError, match=r"\(sp=8\) has no axis 'seq'"):
+            run(mesh=other)
     ids = segments(2, 16)
     options = {"causal": False, "segment_ids": ids, "window": (2, 3)}
     for cap in (None, 2.0):
         actual = RING(*inputs, axis="seq", softcap=cap, **options)
         assert_close(actual, full_attention(*inputs, softcap=cap, **options))
-    row = RING(*(x[0] for x in inputs), axis="seq", causal=True, mesh=wide)
+    row = RING(*(x[0] for x in inputs), axis="seq", causal=True, mesh=one)
     np.testing.assert_allclose(row, expected[0], atol=1e-6)
 
 
@@ -318,8 +322,8 @@ def test_a_tpu_exchanges_heads_by_all_to_alls_alone():
         (RING, (32, 4, 4), {"bias": 1.0}, "bias=1.0 is not supported. Leave it out."),
         (RING, (32, 4, 4), {"dropout_rate": 0.1}, "dropout_rate=0.1: no device has all "
          "weights. Drop features of the result instead, or give deterministic=True."),
-        (RING, (32, 4, 4), {"window": (1, 2, 3)}, "window is a number, or those before "
-         "and after: (1, 2, 3)."),
+        (RING, (32, 4, 4), {"window": (1, 2, 3)}, "window is one number or two: "
+         "(1, 2, 3)."),
         (RING, (32, 4, 4), {"segment_ids": np.ones((2, 16))}, "segment_ids of shape "
          "(2, 16) are not one for each query and key, got query (2, 32, 4, 8), key "
          "(2, 32, 4, 8) and value (2, 32, 4, 8). Give mask= instead."),

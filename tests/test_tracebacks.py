@@ -52,10 +52,31 @@ def float_labels(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 0])
 
 
-def test_labels_of_another_dtype_are_explained(state):
-    with pytest.raises(TypeError) as caught:
-        CALLS["fit"](state, float_labels)
-    assert "Labels that are class numbers are" in " ".join(caught.value.__notes__)
+def placed(mesh):
+    return ml.relayout(BATCH, mesh.layout(mesh.axis_names[0], ...))
+
+
+NOTES = {
+    "Labels that are class numbers are": (
+        lambda state: CALLS["fit"](state, float_labels)
+    ),
+    "A model takes what its __call__ takes, such as batch['x'], not a batch.": (
+        lambda state: CALLS["fit"](state, lambda model, batch: model(batch))
+    ),
+    "verify takes a step, such as make_train_step(loss_fn).": (
+        lambda state: ml.testing.verify(one_loss, state, placed(mesh_of(batch=4)))
+    ),
+    "The state and the batch may be on two meshes: lay both out on one.": (
+        lambda state: ml.make_predict_step(one_loss)(state, placed(mesh_of(dp=2, tp=2)))
+    ),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_what_errors_of_jax_mean_is_explained(state, note):
+    with pytest.raises((TypeError, ValueError, AttributeError)) as caught:
+        NOTES[note](state)
+    assert note in " ".join(caught.value.__notes__)
 
 
 CALLS = {
@@ -281,7 +302,8 @@ def test_reflexes_of_other_libraries_are_answered(state):
         ml: "fully_shard FullyShardedDataParallel init_process_group init_device_mesh "
         "DistributedDataParallel DDP FSDP checkpoint_wrapper GradScaler autocast "
         "clip_grad_norm_ get_rank compile save load distribute_tensor list_devices "
-        "dtensor",
+        "dtensor Shard Partial optim",
+        mesh: "get_local_rank",
         ml.parallel: "ModelParallel ColwiseParallel parallelize_module",
         ml.distribute: "RunOptions InputOptions VariableSynchronization cluster_resolver",
     }
@@ -313,7 +335,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         assert message_of(make, precision=precision).endswith(f"mean {near!r}?")
     assert "got the class Linear. " in message_of(make, remat=nnx.Linear)
     for owner, name in [
-        *((state, "half"), (ml, "Shard")),
+        (state, "half"),
         (ml.Checkpointer("unused"), "latest"),
     ]:
         assert error(lambda: getattr(owner, name)).endswith("/docs/coming_from.")  # noqa: B023

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -31,7 +30,7 @@ from meshlayout.errors import (
     CheckpointWarning,
     DamagedCheckpointError,
     did_you_mean,
-    stack_level,
+    warn,
 )
 from meshlayout.layout_map import LayoutMap
 
@@ -376,7 +375,7 @@ class Checkpointer(_checks.WithReflexes):
             if damaged:
                 damaged.insert(0, f"restored step {step}, the newest that is intact.")
                 text = " ".join(damaged)
-                warnings.warn(text, CheckpointWarning, stacklevel=stack_level())
+                warn(text, CheckpointWarning)
             return result
         if damaged:
             damaged.insert(0, f"{self.directory} has no intact step.")

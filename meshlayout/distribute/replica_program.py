@@ -14,7 +14,6 @@ import functools
 import gc
 import itertools
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,7 +50,7 @@ from meshlayout.distribute.variables import (
     raw_value,
     set_raw_value,
 )
-from meshlayout.errors import RecompileWarning, StrategyError, stack_level
+from meshlayout.errors import RecompileWarning, StrategyError, warn
 from meshlayout.step import compile_step
 
 
@@ -455,5 +454,5 @@ class ProgramCache:
                 "than before. Pass arrays and numbers that change as arguments, or "
                 "keep them in an nnx.Variable; each model has its own program."
             )
-            warnings.warn(text, RecompileWarning, stacklevel=stack_level())
+            warn(text, RecompileWarning)
         return program

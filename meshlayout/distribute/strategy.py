@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from meshlayout.distribute.datasets import ValueContext
 from meshlayout.distribute.replica_program import ProgramCache
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica
 from meshlayout.distribute.variables import aggregation, raw_value, set_raw_value
-from meshlayout.errors import LayoutWarning, StrategyError, stack_level
+from meshlayout.errors import LayoutWarning, StrategyError, warn
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
@@ -432,5 +431,5 @@ class TPUStrategy(Strategy):
         if mesh.platform != "tpu":
             devices = f"{mesh.size} {mesh.platform.upper()} devices"
             text = f"TPUStrategy: there are no TPUs here. It runs on {devices} instead."
-            warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+            warn(text, LayoutWarning)
         super().__init__(mesh)

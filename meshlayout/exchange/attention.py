@@ -95,8 +95,8 @@ def ring_attention(
 
     Raises:
         LayoutError: If shapes or dtypes do not fit, or an option is not supported.
-        MeshError: If this is called inside `shard_map` over the axis. (Inside one
-            over others, gradients need its `check_vma=False`.)
+        MeshError: If `mesh` lacks the axis, or this is called inside `shard_map` over
+            it. (Inside one over others, gradients need its `check_vma=False`.)
 
     Examples:
         >>> import meshlayout as ml
@@ -161,9 +161,8 @@ def _attend(
     check(fits, f"arrays are {names}, values shaped as keys, {shapes}")
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     is_float = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, np.floating)
-    dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
-    fix = "Give dtype= to cast them."
-    check(is_float, f"all must be floats of one dtype, got {dtypes}", fix)
+    fact = f"all must be floats of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    check(is_float, fact, "Give dtype= to cast them.")
     (length, heads), (key_length, kv_heads) = q.shape[1:3], k.shape[1:3]
     fact = f"{heads} heads of queries do not divide among {kv_heads} of keys"
     check(heads % kv_heads == 0, fact, nearest(heads, kv_heads))
@@ -189,8 +188,7 @@ def _attend(
     causal = bool(causal or given.flax.get("is_causal"))
     if (window := given.window) is not None:
         pair = window if isinstance(window, Sequence) else (window, window)
-        fact = "window is a number, or those before and after"
-        check(len(pair) == 2, f"{fact}: {_checks.shown(window)}")
+        check(len(pair) == 2, f"window is one number or two: {_checks.shown(window)}")
         sizes = [_checks.count("window", x, at_least=0, where=where) for x in pair]
         before, after = sizes[0], 0 if causal else sizes[1]
         is_all = before >= key_length and (causal or after >= key_length)

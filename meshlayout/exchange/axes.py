@@ -10,7 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _checks
-from meshlayout.errors import LayoutError, MeshError
+from meshlayout._batches import BATCH_AXES
+from meshlayout.errors import LayoutError, LayoutWarning, MeshError, warn
 from meshlayout.mesh import Mesh, as_mesh
 
 
@@ -65,14 +66,19 @@ def find_axis(
     """Returns an axis of a mesh; its size is 1 if there is nobody to exchange with.
 
     Without a mesh, it is that of the step that traces this, or of `jax.set_mesh`. If
-    there is none, or it lacks the axis, a model with code on shards runs on one device
-    unchanged. Raises MeshError inside of `shard_map` over the axis.
+    that lacks the axis, a model with code on shards runs as on one device, and warns if
+    another axis may be meant. Raises MeshError inside of `shard_map` over the axis.
     """
     if not isinstance(name, str):
-        msg = f"{where}: axis must be the name of one mesh axis, got "
-        raise MeshError(f"{msg}{_checks.shown(name)}.")
+        raise MeshError(f"{where}: axis must be one name, got {_checks.shown(name)}.")
     asked_axes.get({})[name] = where, passes
     ambient = jax.sharding.get_abstract_mesh()
+    others = [x for x, n in ambient.shape.items() if n > 1 and x not in BATCH_AXES]
+    if mesh is not None:
+        as_mesh(mesh).axis_size(name)
+    elif others and name not in ambient.shape and not asked_axes.get(None):
+        fact = f"{where}: the mesh {dict(ambient.shape)} has no axis {name!r} to send"
+        warn(f"{fact} along. If that is intended, add it with size 1.", LayoutWarning)
     found = ambient if mesh is None else as_mesh(mesh).jax_mesh
     found = ambient if found.shape == ambient.shape else found  # with Manual axes, too
     if name in ambient.manual_axes:

@@ -120,7 +120,7 @@ def pipeline(
             a round per layer of a device, and exchanges layers stored in order.
         remat: Whether to store only the inputs of stages, and recompute each stage in
             the backward pass.
-        mesh: The mesh; by default that of the step, or of `jax.set_mesh`.
+        mesh: A mesh with the axis; by default that of the step or of `jax.set_mesh`.
 
     Raises:
         LayoutError: If stages do not divide the layers, microbatches do not divide the

@@ -69,7 +69,7 @@ def dispatch(
     Raises:
         LayoutError: If shapes or dtypes do not fit each other, or the number of experts
             does not divide among the devices.
-        MeshError: If this is called inside `shard_map` over the axis.
+        MeshError: If `mesh` lacks the axis, or this is inside `shard_map` over it.
 
     Examples:
         >>> import meshlayout as ml

@@ -7,7 +7,6 @@
 import contextlib
 import difflib
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
@@ -22,7 +21,7 @@ from meshlayout.errors import (
     LayoutMapKeyError,
     LayoutWarning,
     did_you_mean,
-    stack_level,
+    warn,
 )
 from meshlayout.layout import Layout
 from meshlayout.layout_map.code import map_text, rules_of
@@ -317,7 +316,7 @@ class LayoutMap(
         if self._options.unused == "error":
             raise LayoutMapError(text)
         if self._options.unused == "warn":
-            warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+            warn(text, LayoutWarning)
 
     def _take_snapshot(self) -> "FrozenMap":
         if self._snapshot is None:
@@ -422,7 +421,7 @@ def constrain(x: Leaf, name: str) -> Any:
     where = f"{name} {resolution.array}"
     if resolution.fallback:
         line = f"{where}: {resolution.fallback} (rule {resolution.rule!r})."
-        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+        warn(line, LayoutWarning)
     if _jax.is_manual(x):
         msg = f"{where}: inside shard_map every device works on its own shard, which "
         raise LayoutMapError(f"{msg}constrain cannot move. Call it outside shard_map.")

@@ -138,7 +138,8 @@ class Explanation(Resolved):
     Attributes:
         dead_rules: Patterns that match nothing, with the paths that they almost match.
         shadowed_rules: Patterns that match leaves but decide none, with the winners.
-        sends: Bytes that all-reduces send in one step, by pattern, if known.
+        sends: Bytes of the whole arrays that all-reduces sum up in one step, by
+            pattern, if known; `step.communication` counts what each device sends.
     """
 
     mesh: Mesh
@@ -267,4 +268,6 @@ def nearest_paths(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     if not near:  # or the arrays of a layer that is called like it
         ends = {key.lower(): path for path in paths for key in path.split("/")}
         near = difflib.get_close_matches(letters, ends, n=3, cutoff=0.6)
+    if not near and "/" in letters:  # or what lies deeper, as in `layers.*.attn.weight`
+        return nearest_paths(letters.partition("/")[2], paths)
     return tuple(dict.fromkeys(ends[end] for end in near[:3]))

@@ -252,7 +252,8 @@ class Resolver:
         if misfits and policy == "error":
             fact, fix = misfits[0].fact, misfits[0].fix.removesuffix(".")
             msg = f"{array}: {fact} ({source}{layout!r}). {fix}"
-            raise LayoutMapError(f"{msg}, or give the rule on_uneven='replicate'.")
+            msg += ", or write ml.Rule(..., on_uneven='replicate') or, for all rules, "
+            raise LayoutMapError(f"{msg}LayoutMap(..., on_uneven='replicate').")
         specs, fallbacks = list(layout.specs), list[str]()
         for misfit in misfits:
             specs[misfit.dim] = None

@@ -176,6 +176,8 @@ def _fitting_weights(weights: ArrayLike, losses: jax.Array) -> jax.Array:
     weights = _real("weights", weights, where="losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
         fix = f"give one weight per example, ({losses.shape[0]},), or one per loss."
+        if losses.shape == weights.shape[: losses.ndim]:
+            fix = f"give all losses, {weights.shape}: steps take the weighted mean."
         msg = f"weights of shape {weights.shape} do not fit losses of shape"
         raise LossError(f"{msg} {losses.shape}; {fix}")
     return weights

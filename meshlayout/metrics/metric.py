@@ -34,9 +34,10 @@ class Metric:
     separate arguments. In `shard_map`, `jax.lax.psum` merges the metrics of all shards.
 
     `weights` are per element: None if all elements count, or an array of the shape of
-    the elements or of their first dims. An element of weight 0 adds nothing, even if it
-    is NaN; nor does a strategy's padding. Sums are float32, so counts above 2**24 are
-    rounded.
+    the elements or of their first dims. An element with several weights, such as a
+    value per row with weights per token, counts 1 unless all are 0. An element of
+    weight 0 adds nothing, even if it is NaN; nor does a strategy's padding. Sums are
+    float32, so counts above 2**24 are rounded.
 
     A subclass automatically becomes a frozen dataclass and a pytree: its annotated
     fields are settings, and part of the structure.
@@ -134,14 +135,15 @@ class Metric:
             factors, name = mask, "this replica's example_mask"
         else:
             return jnp.ones_like(elements, dtype=jnp.float32)
-        if not elements.ndim:  # one number of the whole batch, which may be padding
-            return jnp.any(factors != 0).astype(jnp.float32)
-        if factors.shape != elements.shape[: factors.ndim]:
+        if factors.shape[: elements.ndim] != elements.shape[: factors.ndim]:
             raise MetricError(
                 f"{type(self).__name__}: {array_text(name, factors)} does not fit "
                 f"{array_text('elements', elements)}. Give weights of the shape of the "
                 f"elements or of their first dims, such as {elements.shape[:1]}."
             )
+        extra = tuple(range(elements.ndim, factors.ndim))
+        if extra or not elements.ndim:  # one number of several, which may be padding
+            factors = jnp.any(factors != 0, extra).astype(jnp.float32)
         factors = jnp.expand_dims(factors, range(factors.ndim, elements.ndim))
         return jnp.broadcast_to(factors, elements.shape)
 

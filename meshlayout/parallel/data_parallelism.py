@@ -10,7 +10,6 @@ axis that also shards the batch, and the program sends ten times as much.
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, DType
 from meshlayout._batches import BATCH_AXES, batch_axes
-from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
+from meshlayout.errors import LayoutMapError, LayoutWarning, warn
 from meshlayout.layout import Layout, axes_of
 from meshlayout.layout_map import LayoutMap, Rule
 from meshlayout.mesh import Mesh, auto_mesh
@@ -177,7 +176,7 @@ def fsdp(
             "the first line of the loop's body, and give the step layouts=ml.LayoutMap("
             f"mesh, {{'carry': ({rows[0] if len(rows) == 1 else rows!r}, ...)}})."
         )
-        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+        warn(line, LayoutWarning)
     tables = {
         param.path: tuple({*leaves_of(dim)} <= rows for dim in param.array.dims)
         for each in flow.contractions

@@ -8,7 +8,6 @@ since the layout map decides.
 import contextlib
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -23,7 +22,7 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays.placement import host_array
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import LayoutWarning, StateError, stack_level
+from meshlayout.errors import LayoutWarning, StateError, warn
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved, active_map
 from meshlayout.mesh import Mesh, create_mesh, current_mesh
@@ -174,7 +173,7 @@ def describe_state(
     if chosen is None and not all(sharding.is_fully_replicated for sharding in olds):
         msg = f"{where}: the builder returns sharded arrays, and without layouts every"
         msg += " device gets them whole. Give layouts; to replicate, LayoutMap(mesh)."
-        warnings.warn(msg, LayoutWarning, stacklevel=stack_level())
+        warn(msg, LayoutWarning)
     return place(traced, layouts)
 
 

@@ -7,7 +7,6 @@ modules at every call. The model's code and the optimizer are static.
 import dataclasses
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
@@ -21,7 +20,7 @@ from jax.core import Tracer
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.errors import StateError, stack_level
+from meshlayout.errors import StateError, warn
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
 from meshlayout.layout_map.report import nearest_paths
@@ -375,7 +374,7 @@ def optimizer_by_path(
                 msg = f"optimizer_by_path: {text!r} matches no path. Nearest: {near}."
                 if is_frozen:
                     raise StateError(f"{msg} All parameters would be frozen.")
-                warnings.warn(msg, stacklevel=stack_level())
+                warn(msg)
         return tx.init(params)
 
     return tx._replace(init=init)

@@ -8,7 +8,6 @@ changed, whether the result fits, whether all processes agree.
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import compress
@@ -26,7 +25,7 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout._batches import batch_axes, check_padding, marked_weights
 from meshlayout._counts import counts
 from meshlayout.cluster.agreement import compare_program, program_facts
-from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, stack_level
+from meshlayout.errors import LayoutWarning, RecompileWarning, StepError, warn
 from meshlayout.exchange.partitioner import gathering_once, run_without
 from meshlayout.layout_map import LayoutMap, applied
 from meshlayout.state import TrainState
@@ -281,9 +280,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             named, whole = self._named(args[:1], {}), PartitionSpec()
             new, is_sharded = _unplaced(named)
             if new and (is_sharded or type(args[0]) is TrainState):
-                text = f"{new[0]} is not on the mesh yet, and goes whole to each device"
-                text += ". To shard it, write ml.relayout(x, layout)."
-                warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+                fact = f"{new[0]} is not on the mesh yet, and goes whole to each device"
+                warn(f"{fact}. To shard it, use ml.relayout(x, layout).", LayoutWarning)
             put = functools.partial(_jax.put, sharding=NamedSharding(mesh, whole))
             state = jax.tree.map(lambda x: x if layout_of(x) else put(x), args[0])
             args = (state, *args[1:])
@@ -406,11 +404,12 @@ class CompiledStep(StepInspection, Generic[P, R]):
         before, after = (self._kinds((state,), {}) for state in (old, new))
         if before != after or treedef != jax.tree.structure(new):
             changes = [*changes_of(before, after), "its containers changed"]
-            raise StepError(
-                f"{self.__name__} returned another state than came in: {changes[0]}. "
-                "Return it in the structure, shapes and dtypes that it had: cast or "
-                "reshape it back."
-            )
+            fact = f"{self.__name__} returned another state than came in: {changes[0]}."
+            fix = "Return it in the structure, shapes and dtypes that it had: cast or "
+            fix += "reshape it back."
+            if jax.tree.structure(aux) == treedef != jax.tree.structure(new):
+                fix = "Write `return state, aux`: the state comes first."
+            raise StepError(f"{fact} {fix}")
         return treedef.unflatten(map(_like, jax.tree.leaves(new), olds, layouts)), aux
 
     def _check(self, args: PyTree, kwargs: PyTree) -> None:
@@ -445,7 +444,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         if self._options["on_recompile"] == "error":
             raise StepError(line)
         if self._options["on_recompile"] == "warn":
-            warnings.warn(line, RecompileWarning, stacklevel=stack_level())
+            warn(line, RecompileWarning)
         return change
 
     def _kinds(
@@ -512,9 +511,8 @@ def _check_rows(named: Mapping[str, Leaf], mesh: Any) -> None:
     rows = [name for name in unplaced if np.shape(named[name])[0] % shards == 0]
     if rows and shards > 1 and not is_sharded:
         way = f"ml.relayout({rows[0].partition('/')[0]}, mesh.layout({axes[0]!r}, ...))"
-        text = f"{rows[0]} is whole on all {mesh.size} devices, which all compute the "
-        text += f"same. Write {way}."
-        warnings.warn(text, LayoutWarning, stacklevel=stack_level())
+        fact = f"{rows[0]} is whole on all {mesh.size} devices, which all compute the"
+        warn(f"{fact} same. Write {way}.", LayoutWarning)
 
 
 def _placed(leaf: Leaf, layout: Sharding | None) -> Any:

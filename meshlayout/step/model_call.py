@@ -15,7 +15,6 @@ which the copies that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
 import contextlib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from flax.errors import InvalidRngError
 from meshlayout import _checks, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._patches import SharedPatches
-from meshlayout.errors import StateError, StepError, stack_level
+from meshlayout.errors import StateError, StepError, warn
 from meshlayout.losses import COLLECTION, ModelLoss, quiet_sow
 from meshlayout.state import TrainState
 from meshlayout.state.creation import is_array
@@ -151,7 +150,7 @@ def call_model(
         elif not start_training(model):
             msg = "the model was built in evaluation mode, and a train step keeps it. "
             hint = "Call model.train() in its builder, unless its layers are frozen."
-            warnings.warn(msg + hint, stacklevel=stack_level())
+            warn(msg + hint)
         return model
 
     def call() -> tuple[Any, dict[str, Any], PyTree]:

@@ -9,7 +9,6 @@ compiler can combine it with that of the gradients only if nothing reads it befo
 
 import inspect
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import check_weights_key, get_weights, num_examples, weights_of
-from meshlayout.errors import LossError, MetricError, StepError, stack_level
+from meshlayout.errors import LossError, MetricError, StepError, warn
 from meshlayout.metrics import Last, Mean, Metrics, Sum
 from meshlayout.state import TrainState
 from meshlayout.step import model_call
@@ -139,7 +138,7 @@ class Loss:
             _warned.add(self.loss_fn)
             fact = f"losses have shape {(rows, rows)} for {rows} rows: outputs of"
             fact += f" {(rows, 1)} and labels of {(rows,)} broadcast. Take the column:"
-            warnings.warn(f"{fact} model(x)[:, 0].", stacklevel=stack_level())
+            warn(f"{fact} model(x)[:, 0].")
 
     def measured(
         self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch
@@ -159,7 +158,7 @@ def _check_mode(before: PyTree, after: PyTree) -> None:
         msg = "batch_stats do not change in this train step: the Linen module runs in "
         msg += "evaluation mode, without dropout. Write def loss_fn(model, batch, "
         msg += "train), and in it model(x, train=train)."
-        warnings.warn(msg, stacklevel=stack_level())
+        warn(msg)
 
 
 def _losses_and_outputs(

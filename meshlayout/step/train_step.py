@@ -71,7 +71,7 @@ def make_train_step(
 
     Args:
         loss_fn: A function of the model and a batch that returns losses of shape
-            (batch,) or (batch, ...), averaged per example; or a pair of those and a
+            (batch,) or (batch, ...), which the step averages; or a pair of those and a
             dict of outputs for the metrics; or a scalar, if batches have no weights.
             The model is an NNX module in training mode, except for layers built in
             evaluation mode, or a bound Linen module. Parameters named `rngs` and
