@@ -5,12 +5,11 @@ dims of all arrays through its jaxpr, backward pass and update included, so that
 candidate is a table: which factors of dims its axes shard. Axes that shard batches
 shard rows; parameters that they shard are gathered where they are used.
 
-Memory is the state, and a liveness of the jaxpr in its order: what is computed element
-by element is taken to be fused into what reads it, unless it is smaller than what it is
-made of. How compilers pack arrays is not modeled.
+Memory is that of the state and of what operations keep for later ones, in the order of
+the jaxpr. What is computed element by element is taken to be fused into what reads it,
+unless it is smaller than what it is made of.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -25,9 +24,15 @@ from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
 from meshlayout.layout import axes_of
-from meshlayout.parallel import factors as parts
-from meshlayout.parallel.factors import Value, fresh_dims
-from meshlayout.parallel.program import _CALLS, _walk
+from meshlayout.parallel.factors import (
+    Flow,
+    Value,
+    fresh_dims,
+    leaves_of,
+    link,
+    link_all,
+)
+from meshlayout.parallel.program import _CALLS, MOVES, _walk
 from meshlayout.planning.chips import Chip
 from meshlayout.planning.rows import Estimate, Row
 from meshlayout.planning.schedule import ring_hops
@@ -39,12 +44,12 @@ _PRODUCTS = {"dot_general", "ragged_dot_general", _CONVOLUTION}
 # Their results are in memory; all other operations are fused into what reads them.
 _HEAVY = {"gather", "sort", "scatter", "scatter-add", "top_k", "cumsum", "concatenate"}
 _HEAVY |= {"select_and_scatter_add", "dynamic_update_slice", *_PRODUCTS}
-_LOOPS = {"scan", "while"}
-_MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"}
+_LOOPS, _LINEAR = {"scan", "while"}, {"add", "add_any", *MOVES}
 
 # Seen in programs for TPUs: what they take beyond FLOPs and bytes of jaxprs, how much
 # of gathers of parameters is waited for, and what is lost between arrays in memory.
-_BEYOND, _WAITED, _GAPS = 1.5, 0.65, 1.08
+_BEYOND, _GAPS = 1.5, 1.08
+_WAITED = {"all_gather": 0.65, "reduce_scatter": 0.65}
 _START_S = 0.5e-6  # that an operation takes at the least, as TPU compilers estimate
 
 
@@ -55,22 +60,13 @@ class _Operation:
     inputs: list[Value]
     outputs: list[Value]
     runs: int
-    start: int  # the first operation of a loop; else its own number
     flops: float  # of all devices, in one run
-    is_heavy: bool
-    layers: Any = ()  # the factors of the layers of loops that it is in
-    passed: tuple[Value, Any, float] | None = None  # around shards, and what share
+    # Of what shards pass around: the array, the factors that shard it, and the share.
+    passed: tuple[Value, Iterable[Any], float] | None = None
 
-
-@dataclass(slots=True)
-class _Use:
-    """How heavy operations read a parameter, cast or a layer at a time."""
-
-    first: int
-    last: int
-    turns: int  # of the loop that reads it
-    nbytes: int  # of what is read in a turn
-    result: Value  # the largest array that is made of it
+    @property
+    def is_heavy(self) -> bool:
+        return self.name in _HEAVY or self.name.startswith("reduce_")
 
 
 class StepTrace:
@@ -81,128 +77,110 @@ class StepTrace:
     ) -> None:
         self.operations: list[_Operation] = []
         self.nbytes: dict[Value, int] = {}
-        self.uses: dict[int, _Use] = {}  # by parameter
-        self._starts: dict[int, int] = {}  # of the loops that are walked through
-        # Of what is only moved, what it was; what products read, and all others.
-        self._origins: dict[object, object] = {}
+        # The smallest array that heavy operations read of a parameter, cast or a layer,
+        # and the largest that they make of it.
+        self.uses: dict[Value, tuple[Value, Value]] = {}
+        self._stacked: list[Any] = []  # dims that loops go along
         self._reads: dict[bool, set[object]] = {True: set(), False: set()}
         paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
         self.modules = [path.rpartition("/")[0] or path for path in paths]
-        trees = state.params, state, batch
-        num_params, num_state, num_batch = (len(jax.tree.leaves(x)) for x in trees)
-        self._flow, jaxpr = parts.Flow(visit=self._visit), traced.jaxpr.jaxpr
+        num_state, num_batch = (len(jax.tree.leaves(x)) for x in (state, batch))
+        self._flow, jaxpr = Flow(visit=self._visit), traced.jaxpr.jaxpr
         args = [
-            Value(shape, fresh_dims(shape), (i < num_params) << i, i >= num_state)
+            Value(shape, fresh_dims(shape), (i < len(paths)) << i, i >= num_state)
             for i, shape in enumerate(var.aval.shape for var in jaxpr.invars)
         ]
-        self.params, self.batch = args[:num_params], args[num_state:]
+        self.params, self.batch = args[: len(paths)], args[num_state:]
         self._note(args, jaxpr.invars)
         results = _walk(self._flow, jaxpr, args)
         # The state comes back as it was, so that gradients lie like their parameters.
         for before, after in zip(args[:num_state], results, strict=False):
             if before.shape == after.shape:
-                parts.link_all(before.dims, after.dims)
+                link_all(before.dims, after.dims)
         self.factors = {value: _majors(value.dims) for value in self.nbytes}
-        self.inputs = [self.factors[x] for x in self.batch[:num_batch]]
+        self.layers = {*_majors(self._stacked)}
+        self.inputs = [self.factors[value] for value in self.batch[:num_batch]]
         self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
         images = [x for x in self.factors.values() if len(x) == 4 and x[0] in self.rows]
         self.heights = {factors[1] for factors in images} - {None}
-        self.convolves = any(op.name == _CONVOLUTION for op in self.operations)
         # Gradients have the factors of their parameters, in a loop those of a layer.
-        self.owners: dict[Any, int] = {}
-        for index, value in enumerate(self.params):
-            factors, use = self.factors[value], self.uses.get(index)
-            layer = 1 if use and use.turns > 1 else 0
-            self.owners |= {frozenset(x): index for x in (factors[layer:], factors)}
-        for op in self.operations:
-            self._finish(op)
+        keys = [self.factors[value] for value in self.params]
+        owners = {frozenset(x[n:]): i for n in (1, 0) for i, x in enumerate(keys)}
+        for op in filter(lambda x: x.is_heavy, self.operations):
+            owner = owners.get(frozenset(self.factors[op.outputs[0]]))
+            if owner is not None and op.place == op.name:
+                op.place = self.modules[owner]
+            op.passed = self._passed(op) if op.name in _PRODUCTS else None
+        self.saved = self._saved()
         self.flops = read_cost(traced).flops
-        narrow = self._reads[True] - self._reads[False]
-        self.narrow = {
-            value
-            for value, nbytes in self.nbytes.items()
-            if nbytes == 4 * value.size
-            and self._origins.get(value.source, value.source) in narrow
-        }
-        self.lives = self._lives()
 
     def _note(self, values: Iterable[Value], variables: Iterable[Any]) -> None:
-        """Notes the bytes of values."""
         for value, var in zip(values, variables, strict=True):
             dtype = getattr(var.aval, "dtype", None)
             size = 0 if dtype is None else _jax.itemsize(dtype)
             self.nbytes[value] = size * value.size
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
-        name, depth, number = eqn.primitive.name, self._flow.depth, len(self.operations)
-        is_loop = name in _LOOPS
-        if name in _CALLS and not is_loop:
+        name = eqn.primitive.name
+        if name in _CALLS and name not in _LOOPS:
             return
-        start = self._starts.pop(depth + 1, number) if is_loop else number
-        self._starts.setdefault(depth, start)
-        self._note(args, eqn.invars)
-        self._note(results, eqn.outvars)
+        self._note([*args, *results], [*eqn.invars, *eqn.outvars])
         flops = 2.0 * _products(eqn) * max([x.size for x in results[:1]], default=0)
-        is_heavy = name in _HEAVY or name.startswith("reduce_")
-        facts = self._flow.runs, start, flops, is_heavy
-        op = _Operation(name, name, args, results, *facts)
+        op = _Operation(name, name, args, results, self._flow.runs, flops)
         self.operations.append(op)
-        read = args
-        if is_loop:
-            first, count = _jax.scan_counts(eqn) if name == "scan" else (0, len(args))
-            stacks = [*args[first + count :], *results[count:]]
-            read = [*args[first : first + count], *results[:count]]
-            for each in stacks[1:]:  # their layers lie in one way
-                parts.link(stacks[0].dims[0], each.dims[0])
-            for each in self.operations[start:] if stacks else ():
-                each.layers = (*each.layers, stacks[0].dims[0])
-        elif is_heavy:
-            self._use(op, number)
-        sources = [self._origins.get(x.source, x.source) for x in read]
-        if name in _MOVES:
-            self._origins[results[0].source] = sources[0]
-        else:
-            self._reads[name in _PRODUCTS].update(sources)
+        if name == "scan":
+            first, count = _jax.scan_counts(eqn)
+            dims = [x.dims[0] for x in [*args[first + count :], *results[count:]]]
+            self._stacked += dims
+            for dim in dims[1:]:  # their layers lie in one way
+                link(dims[0], dim)
+        elif name not in MOVES:
+            self._reads[name in _PRODUCTS].update(x.source for x in args)
+        for value in args if op.is_heavy else ():
+            index = value.weights.bit_length() - 1
+            if value.weights and value.weights == 1 << index:
+                op.place, param = self.modules[index], self.params[index]
+                part, result = self.uses.get(param, (param, results[0]))
+                part = min(part, value, key=self.nbytes.__getitem__)
+                result = max(result, results[0], key=self.nbytes.__getitem__)
+                self.uses[param] = part, result
 
-    def _use(self, op: _Operation, number: int) -> None:
-        """Notes which parameters a heavy operation reads."""
-        for value in op.inputs:
-            weights = value.weights
-            index, result = weights.bit_length() - 1, op.outputs[0]
-            if not weights or weights != 1 << index:
-                continue
-            op.place = self.modules[index]
-            whole, part = max(1, self.params[index].size), max(1, value.size)
-            turns = min(op.runs, max(1, whole // part))
-            nbytes = self.nbytes[value] * whole // (part * turns)
-            use = self.uses.setdefault(index, _Use(number, 0, 1, nbytes, result))
-            use.last, use.turns = number, max(use.turns, turns)
-            use.nbytes = min(use.nbytes, nbytes)
-            use.result = max(use.result, result, key=self.nbytes.__getitem__)
+    def use(self, param: Value) -> tuple[int, float, Value]:
+        """Returns the turns of the loop that reads a parameter, and bytes read in each.
 
-    def _finish(self, op: _Operation) -> None:
-        """Completes what is known of an operation when all factors are."""
-        op.layers = _majors(op.layers)
-        arrays = [*op.inputs[:2], *op.outputs] if op.name in _PRODUCTS else []
-        for value in arrays:  # each shard of a dim meets all of another
-            twice = {x for x, n in Counter(self.factors[value]).items() if n > 1}
-            if twice - {None}:
-                rest = [x for x in arrays if x is not value]
-                op.passed = min(rest, key=self.nbytes.__getitem__), twice, 1.0
-        image = self.factors[op.inputs[0]] if op.name == _CONVOLUTION else ()
-        if heights := self.heights.intersection(image):  # its edges are passed on
-            shapes = [x.shape for x in (*op.inputs, *op.outputs)]
-            window = min(shapes[1][0], shapes[2][0])  # of the kernel, or its gradient
-            op.passed = op.inputs[0], heights, min(1.0, (window - 1) / shapes[0][1])
-        owner = self.owners.get(frozenset(self.factors[[*op.outputs, *op.inputs][0]]))
-        if op.is_heavy and op.place == op.name and owner is not None:
-            op.place = self.modules[owner]
+        Then the largest array that is made of it.
+        """
+        part, result = self.uses.get(param, (param, param))
+        is_stack = param in self.uses and self.factors[param][0] in self.layers
+        turns = param.shape[0] if is_stack else 1
+        layer = param.size / turns
+        return turns, self.nbytes[part] / max(1, part.size) * layer, result
 
-    def _lives(self) -> dict[Value, tuple[int, int]]:
-        """Returns the first and last operations that need what is in memory."""
+    def is_narrow(self, value: Value) -> bool:
+        """Whether it is in float32, and only matrix products read it."""
+        by_products, by_others = (value.source in self._reads[x] for x in (True, False))
+        is_float32 = self.nbytes[value] == 4 * value.size
+        return is_float32 and by_products and not by_others
+
+    def _passed(self, op: _Operation) -> tuple[Value, Iterable[Any], float]:
+        """Returns what shards pass around to compute a product, and along what."""
+        arrays = [*op.inputs[:2], *op.outputs]
+        if op.name == _CONVOLUTION:  # edges, as high as the kernel, or its gradient
+            image, *others = arrays
+            window = min(x.shape[0] for x in others)
+            share = min(1.0, (window - 1) / image.shape[1])
+            return image, self.heights.intersection(self.factors[image]), share
+        # Each shard of a dim meets all of another.
+        counts = [Counter(self.factors[value]) for value in arrays]
+        twice = {x for count in counts for x, n in count.items() if n > 1}
+        return min(arrays, key=self.nbytes.__getitem__), twice, 1.0
+
+    def _saved(self) -> list[Value]:
+        """Returns what is in memory when that is the most, besides the state."""
         nothing = frozenset[Value]()
         roots: dict[Value, frozenset[Value]] = {}  # what it is made of, in memory
-        lives: dict[Value, tuple[int, int]] = {}
+        births: dict[Value, tuple[int, frozenset[Value]]] = {}
+        last: dict[Value, int] = {}
         for place, op in enumerate(self.operations):
             is_stored = op.is_heavy or op.name in _LOOPS
             whence = nothing.union(*(roots.get(x, nothing) for x in op.inputs))
@@ -211,14 +189,22 @@ class StepTrace:
                 roots[value] = whence
                 if is_stored or size > self.nbytes[value]:
                     roots[value] = frozenset([value])
-                    lives[value] = op.start, place
-                    lives.update({x: (lives[x][0], place) for x in whence})
-        return lives
+                    births[value] = place, nothing if is_stored else whence
+                    last |= dict.fromkeys(whence, place)
+        memory, lives = np.zeros(len(self.operations)), dict[Value, slice]()
+        for value, place in last.items():
+            start, sources = births[value]
+            # What can be made again of what is kept anyway is not kept besides.
+            if not sources or any(last.get(x, -1) < place for x in sources):
+                lives[value] = slice(start, place + 1)
+                memory[lives[value]] += self.nbytes[value]
+        peak = memory.argmax()
+        return [x for x, life in lives.items() if life.start <= peak < life.stop]
 
 
 def _majors(dims: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the factor of each dim that a sharding would divide."""
-    return tuple((*parts.leaves_of(dim), None)[0] for dim in dims)
+    return tuple((*leaves_of(dim), None)[0] for dim in dims)
 
 
 def estimate(
@@ -227,11 +213,12 @@ def estimate(
     """Returns what a step costs for a candidate's abstract state."""
     device = _Device(trace, row, chip, hop_s, accumulate)
     device.compute()
-    device.gather(2 if remat != "none" else 1)
+    peak = device.gather(2 if remat != "none" else 1)
+    peak += _GAPS * sum(device.sizes[value] for value in trace.saved)
     network = sum(x for k, x in device.parts.items() if k.startswith("wait: "))
-    seconds = {"compute": device.computing_s, "memory": 0.0, "network": network}
-    seconds["memory"] = sum(device.parts.values()) - network - device.computing_s
-    return Estimate(seconds, device.peak_bytes(), device.sent, device.parts)
+    memory = sum(device.parts.values()) - network - device.computing_s
+    seconds = {"compute": device.computing_s, "memory": memory, "network": network}
+    return Estimate(seconds, peak, device.sent, device.parts)
 
 
 class _Device:
@@ -240,19 +227,15 @@ class _Device:
     def __init__(
         self, trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int
     ) -> None:
-        self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
-        self.accumulate, self.microbatches = accumulate, row.microbatches
-        self.is_tpu = chip.clock_hz is not None
+        self.trace, self.row, self.chip, self.hop_s = trace, row, chip, hop_s
+        self.accumulate, self.computing_s = accumulate, 0.0
+        self.is_tpu, self.leaves = chip.clock_hz is not None, jax.tree.leaves(row.state)
         self.beyond = _BEYOND if self.is_tpu else 1.0
-        self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
-        self.computing_s = self.held = 0.0  # what is held all the time, in bytes
         self.parts: dict[str, float] = defaultdict(float)  # seconds
         self.sent: dict[str, float] = defaultdict(float)
-        self.gathered: list[tuple[int, int, float]] = []  # operations, and bytes
-        self.copies: dict[Any, float] = {}  # of stacked gradients, by their factors
         # Parameters are gathered along these, but not experts to which tokens are sent.
-        self.rows, usual = [*itertools.chain(*row.batch)], batch_axes(row.mesh)
-        self.along = [x for x in self.rows if x not in row.batch[0] or x in usual]
+        self.rows, usual = [x for axes in row.batch for x in axes], batch_axes(row.mesh)
+        self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
         self.shards: dict[Any, tuple[str, ...]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
@@ -262,23 +245,26 @@ class _Device:
         for value, leaf in zip(trace.params, self.leaves, strict=False):
             pairs = zip(trace.factors[value], leaf.sharding.spec, strict=False)
             for factor, entry in pairs:
-                axes = tuple(x for x in axes_of(entry) if x not in self.along)
+                axes = tuple(x for x in axes_of(entry) if x not in self.gathered)
                 if factor is not None and axes:
                     self.shards.setdefault(factor, axes)
         # With sequence parallelism, what lacks the model axis is in shards of tokens.
         spare = {"model"} if "sequence=True" in "".join(row.code) else set[str]()
         tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
-        self.spread = self.num_shards([*spare])  # before and after sums
-        self.axes: dict[Value, set[str]] = {}
+        self.spread = self.num_shards(spare)  # before and after sums
+        self.axes = {x: self.axes_in(factors) for x, factors in trace.factors.items()}
         self.sizes: dict[Value, float] = {}
         for value, factors in trace.factors.items():
-            self.axes[value] = axes = self.axes_in(factors)
-            is_batch = accumulate > 1 and not trace.rows.isdisjoint(factors)
+            others = set[str]() if tokens.isdisjoint(factors) else spare
+            count = self.num_shards(self.axes[value] | others)
             # XLA casts what a TPU multiplies, before it is kept or sent.
-            count = 2 if self.is_tpu and value in trace.narrow else 1
-            others = set() if tokens.isdisjoint(factors) else spare
-            count *= self.num_shards([*(axes | others)])
-            self.sizes[value] = trace.nbytes[value] / count / accumulate**is_batch
+            count *= 2 if self.is_tpu and trace.is_narrow(value) else 1
+            count *= 1 if trace.rows.isdisjoint(factors) else accumulate
+            self.sizes[value] = trace.nbytes[value] / count
+
+    def num_shards(self, axes: Iterable[str]) -> int:
+        """Returns the number of devices along some axes."""
+        return math.prod(self.row.mesh.shape[axis] for axis in axes)
 
     def axes_in(self, factors: Iterable[Any]) -> set[str]:
         """Returns the axes that shard factors."""
@@ -290,116 +276,106 @@ class _Device:
         axes: Iterable[str],
         size: float,
         passes: float,
-        *,
         hops: float = 1,
-        waited: float = 1,
     ) -> None:
         """Counts passes of a ring, an all-reduce as two, and what is waited for."""
-        names = [axis for axis in self.mesh.axis_names if axis in {*axes}]
-        n = self.num_shards(names)
-        nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
-        seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
-        if n > 1:
-            self.sent[", ".join(names)] += passes * nbytes
+        names = [axis for axis in self.row.mesh.axis_names if axis in {*axes}]
+        if (n := self.num_shards(names)) > 1:
+            nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
+            seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
+            waited = _WAITED.get(what.partition(",")[0], 1.0)
             self.parts[f"wait: {what}"] += waited * seconds
+            self.sent[", ".join(names)] += passes * nbytes
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
-        sizes, partial = self.sizes, dict[Value, set[str]]()  # axes to sum over
+        # A device of a pipeline has some of the layers, and waits for the others.
+        stages, count = (
+            self.num_shards(self.axes_in(self.trace.layers)),
+            self.row.microbatches,
+        )
+        busy = (count + stages - 1) / count / stages
+        sums: dict[Value, tuple[set[str], str]] = {}  # over which axes, and for what
         for op in self.trace.operations:
-            runs, size = op.runs * self.accumulate, sum(sizes[x] for x in op.outputs)
-            inner = set[str]().union(*(self.axes[x] for x in op.inputs[:2]))
-            outer = set[str]().union(*(self.axes[x] for x in op.outputs))
-            over, times = set[str](), 1
-            if op.is_heavy:
-                # Sums over rows are gradients of parameters, which follow, or few numbers.
-                over = inner - outer - {*self.rows}
-            elif op.name in {"add_any", "add", *_MOVES}:  # compilers add up before
-                first, *others = (partial.get(x, set[str]()) for x in op.inputs)
-                over, times = first, -len(others)
-                if any(x != first for x in others):
-                    continue
-            self.send(
-                f"all_reduce, {op.place}", over, size * self.spread, 2 * runs * times
+            runs, size = (
+                op.runs * self.accumulate,
+                sum(self.sizes[x] for x in op.outputs),
             )
-            partial.update(dict.fromkeys(op.outputs if over else (), over))
+            known = [sums.get(x, (set[str](), "")) for x in op.inputs]
+            if op.name in _LINEAR and all(axes == known[0][0] for axes, _ in known):
+                # Sums are added up before they are sent.
+                sums[op.outputs[0]] = axes, name = known[0]
+                self.send(name, axes, size * self.spread, 2 * runs * (1 - len(known)))
             if not op.is_heavy:
                 continue
-            layers = self.axes_in(op.layers)
-            count, stages = (
-                self.num_shards([*x]) for x in (inner | outer | layers, layers)
+            groups = op.inputs[:2], op.outputs
+            inner, outer = (
+                set[str]().union(*map(self.axes.__getitem__, x)) for x in groups
             )
-            turns = (self.microbatches + stages - 1) / self.microbatches
-            computing = turns * op.runs * op.flops / count / self.chip.flops_per_s
-            read = (size + sum(sizes[x] for x in op.inputs)) / stages
+            over, name = inner - outer - {*self.rows}, f"all_reduce, {op.place}"
+            self.send(name, over, size * self.spread, 2 * runs)
+            sums |= dict.fromkeys(op.outputs, (over, name))
+            share = busy if op.runs > 1 else 1
+            flops = share * op.runs * op.flops / self.num_shards(inner | outer)
+            computing = flops / self.chip.flops_per_s
+            read = size + sum(self.sizes[x] for x in op.inputs)
             seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
             self.computing_s += computing
-            self.parts[op.place] += self.beyond * max(computing, turns * runs * seconds)
+            self.parts[op.place] += self.beyond * max(computing, share * runs * seconds)
             if op.passed:
                 value, crossed, share = op.passed
                 around = self.axes_in(crossed)
-                whole = share * sizes[value] * self.num_shards([*around])
+                whole = share * self.sizes[value] * self.num_shards(around)
                 self.send(f"collective_permute, {op.place}", around, whole, runs)
 
-    def gather(self, times: int) -> None:
-        """Counts gathers of parameters, so many in a step, and sums of gradients."""
-        trace, leaves, count = self.trace, self.leaves, self.accumulate
+    def gather(self, times: int) -> float:
+        """Counts gathers of parameters, so many in a step, and sums of gradients.
+
+        Returns the bytes that are held all the time.
+        """
+        trace, chip, count = self.trace, self.chip, self.accumulate
         share = 1 / max(1, len(trace.params))  # compilers combine what is not gathered
-        transient = moved = 0.0
-        for index, (value, leaf) in enumerate(zip(trace.params, leaves, strict=False)):
-            module, nbytes = trace.modules[index], trace.nbytes[value]
+        held = transient = moved = 0.0
+        for module, param, leaf in zip(
+            trace.modules, trace.params, self.leaves, strict=False
+        ):
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            use = trace.uses.get(index) or _Use(0, 0, 1, nbytes, value)
-            others = self.num_shards([*(own - {*self.along})])
-            used, size = use.nbytes / others, nbytes / others
-            split = [axis for axis in self.along if axis in own]
+            split = [axis for axis in self.gathered if axis in own]
             whole, n = [x for x in self.rows if x not in own], self.num_shards(split)
+            (turns, used, result), others = (
+                trace.use(param),
+                self.num_shards(own - {*split}),
+            )
+            used, size = used / others, trace.nbytes[param] / others
             # XLA casts what a TPU multiplies before it gathers it.
-            part = min(used, size / use.turns / 2) if self.is_tpu else used
-            again = 2 if use.turns > 1 else times
+            part = min(used, size / turns / 2) if self.is_tpu else used
+            again, runs = 2 if turns > 1 else times, turns * count
             if split:
-                runs = count * use.turns
-                facts: Any = {"waited": _WAITED}
-                self.send(f"all_gather, {module}", split, part, again * runs, **facts)
-                self.send(f"reduce_scatter, {module}", split, used, runs, **facts)
+                self.send(f"all_gather, {module}", split, part, again * runs)
+                self.send(f"reduce_scatter, {module}", split, used, runs)
                 # Small matrices are multiplied in parts, as they come, if they are in
                 # as many as the batch: each part reads and writes the results.
-                if self.is_tpu and not whole and part < self.sizes[use.result]:
-                    moved += runs * (n - 1) / 3 * self.sizes[use.result]
-                transient = max(transient, (again + 1) * part)
-                self.gathered += [(use.first, use.last, part)] * (again == 1)
-            if use.turns > 1 and part < used:  # a loop's, before it
-                self.gathered.append((use.first, use.last, part * use.turns / n))
-            self.send(
-                f"all_reduce, {module}", whole, used * use.turns / n, 2, hops=share
+                if self.is_tpu and not whole and part < self.sizes[result]:
+                    moved += runs * (n - 1) / 3 * self.sizes[result]
+                held += part * (again == 1)  # kept for the backward pass
+            transient = max(transient, used + again * part * bool(split))
+            self.send(f"all_reduce, {module}", whole, used * turns / n, 2, share)
+            # Gradients that are added up, or that a loop stacks.
+            held += size / n * ((count > 1) + (turns > 1) * (1 + bool(whole)))
+        on_device = [
+            x for x in self.leaves if "host" not in (x.sharding.memory_kind or "")
+        ]
+        total, here = (sum(map(shard_bytes, x)) for x in (self.leaves, on_device))
+        if total > here:  # it comes, and goes back
+            self.parts["wait: host memory"] += (
+                2 * (total - here) / chip.host_bytes_per_s
             )
-            for factors in (trace.factors[value], trace.factors[value][1:]):
-                self.copies[frozenset(factors)] = (1 + bool(whole)) / n
-            self.held += size / n if count > 1 else 0.0
-        on_device = [x for x in leaves if "host" not in (x.sharding.memory_kind or "")]
-        on_host = sum(map(shard_bytes, leaves)) - sum(map(shard_bytes, on_device))
-        if on_host:  # it comes, and goes back
-            host_s = 2 * on_host / self.chip.host_bytes_per_s
-            self.parts["wait: host memory"] += host_s
-        self.held += sum(map(shard_bytes, on_device)) + transient
-        self.held += sum(self.sizes[x] for x in trace.batch) * count
         # The state is read and written, and gradients are read.
-        moved += 7 / 3 * sum(map(shard_bytes, leaves))
-        updating = moved / self.chip.memory_bytes_per_s + _START_S * len(trace.params)
+        updating = (moved + 7 / 3 * total) / chip.memory_bytes_per_s + _START_S * len(
+            trace.params
+        )
         self.parts["optimizer"] += self.beyond * updating
-
-    def peak_bytes(self) -> float:
-        """Returns what the device holds at the most."""
-        trace, memory = self.trace, np.zeros(len(self.trace.operations) + 1)
-        lives = [*self.gathered]
-        for value, (first, last) in trace.lives.items():
-            size = self.sizes[value]
-            if first < last:  # stacked gradients
-                size *= self.copies.get(frozenset(trace.factors[value]), 1)
-            lives.append((first, last, size))
-        for first, last, size in lives:
-            memory[first : last + 1] += size
-        return self.held + _GAPS * float(memory.max())
+        return held + here + transient + count * sum(self.sizes[x] for x in trace.batch)
 
 
 def shard_bytes(leaf: Leaf) -> int:

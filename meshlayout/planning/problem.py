@@ -95,10 +95,10 @@ class Problem:
         finally:
             asked_axes.reset(token)
         trace = StepTrace(traced, state, self.batch)
-        if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
+        if trace.heights and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
             self.traits.axes["height"] = "convolution", 1
         paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
-        looped = [paths[index] for index, use in trace.uses.items() if use.turns > 1]
+        looped = [path for path, x in zip(paths, trace.params, strict=False) if trace.use(x)[0] > 1]
         names = dict.fromkeys(path.split("/")[0] for path in looped)
         self.traits.stacks = f"^(params/)?({'|'.join(names)})/"
         return trace
