@@ -286,7 +286,7 @@ class _Device:
     ) -> None:
         self.trace, self.mesh, self.chip, self.hop_s = trace, row.mesh, chip, hop_s
         self.accumulate, self.microbatches = accumulate, row.microbatches
-        self.is_tpu = chip.scratch_bytes > 0
+        self.is_tpu = chip.clock_hz is not None
         self.beyond = _BEYOND if self.is_tpu else 1.0
         self.num_shards, self.leaves = row.mesh.axis_size, jax.tree.leaves(row.state)
         self.computing_s = self.held = 0.0  # what is held all the time, in bytes
@@ -455,8 +455,8 @@ class _Device:
         for first, _, size in lives:
             made[first:] += size
         for first, last, size in sorted(lives, key=lambda x: x[1] - x[0]):
-            room = self.chip.scratch_bytes - chip[first : last + 1].max(initial=0.0)
-            is_soon = made[last] - made[first] <= 2 * self.chip.scratch_bytes
+            room = 1.25e8 * self.is_tpu - chip[first : last + 1].max(initial=0.0)
+            is_soon = made[last] - made[first] <= 2.5e8 * self.is_tpu
             (chip if is_soon and size <= room else memory)[first : last + 1] += size
         return self.held + _GAPS * float(memory.max())
 

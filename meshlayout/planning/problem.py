@@ -115,7 +115,7 @@ class Problem:
         if row.error:
             return row
         trace, count = self.trace(options["remat"]), options["accumulate"]
-        if row.rows % (row.num_row_shards * count):
+        if row.rows % (row.mesh.axis_size(row.batch[0]) * count):
             line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
             return replace(row, error=f"{line} and {count} microbatches.")
         traced = self.described(row.is_bfloat16)._traced
@@ -130,7 +130,7 @@ class Problem:
 
     def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
         """Returns an estimated candidate with what the compiler said."""
-        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        names = "error", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
         row = replace(row, source="compiled", **facts)
         if outcome.error:

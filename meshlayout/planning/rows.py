@@ -1,5 +1,6 @@
 """The result of `plan`: candidates, their cost, and the parts of their time."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ _BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
 _HEADERS = ("topology", "mesh", "layouts", "memory", "step", "bound")
 _HEADERS = (*_HEADERS, "examples per s", "MFU", "sent", "")
 _FACTS = """topology source step_s bound peak_bytes memory_bytes utilization error sent
-    compile_s host_bytes fits examples_per_s tokens_per_s"""
+    fits examples_per_s tokens_per_s step_options"""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ class Row:
     utilization: float = math.nan  # model FLOPs as a share of what devices could do
     sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds
-    compile_s: float = 0.0
-    host_bytes: int = 0  # that the compilation took
     estimate: Estimate = Estimate({}, math.nan, {}, {})  # of before the compilation
 
     def with_options(self, **options: object) -> "Row":
@@ -74,22 +73,19 @@ class Row:
     def offloaded(self) -> "Row":
         """Returns the same candidate with the optimizer's state on the host."""
         rule = zero_rule(self.mesh, memory_kind="pinned_host")
-        layouts = self.layouts | {"^opt_state/": rule}
-        return replace(self, layouts=layouts, state=None, code=(*self.code, _OFFLOAD))
+        layouts, name = self.layouts | {"^opt_state/": rule}, "optimizer on the host"
+        code = (*self.code, _OFFLOAD)
+        return replace(self, name=f"{self.name}, {name}", layouts=layouts, code=code)
 
     def in_bfloat16(self) -> "Row":
         """Returns the same candidate with the optimizer's state in bfloat16."""
-        return replace(self, state=None, code=(*self.code, _BFLOAT16))
+        name = f"{self.name}, optimizer in bfloat16"
+        return replace(self, name=name, code=(*self.code, _BFLOAT16))
 
     @property
     def is_bfloat16(self) -> bool:
         """Whether the optimizer's state is in bfloat16 for it."""
         return _BFLOAT16 in self.code
-
-    @property
-    def num_row_shards(self) -> int:
-        """Into how many shards the rows of a batch are divided."""
-        return self.mesh.axis_size(self.batch[0])
 
     @property
     def batch_dims(self) -> tuple[Any, ...] | None:
@@ -131,16 +127,13 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON; numbers that are not known are None."""
         facts: dict[str, Any] = {x: getattr(self, x) for x in _FACTS.split()}
-        for name, value in facts.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                facts[name] = None
-        facts |= {"name": str(self), "step_options": dict(self.step_options)}
-        return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
+        facts |= {"name": str(self), "mesh": dict(self.mesh.shape)}
+        text = json.dumps({**facts, "code": self.to_code()}, default=dict)
+        return json.loads(text, parse_constant=lambda _: None)
 
     def __str__(self) -> str:
-        texts = [self.name, *(f"{name}={x}" for name, x in self.step_options.items())]
-        texts += ["optimizer on the host"] * (_OFFLOAD in self.code)
-        return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
+        options = (f"{name}={x}" for name, x in self.step_options.items())
+        return ", ".join([self.name, *options])
 
     def __repr__(self) -> str:
         cells = [x for x in (*self.cells()[3:6], self.source) if x]
@@ -148,11 +141,11 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns the texts of a line in a table; see `Ranking`."""
-        room = self.memory_bytes - self.peak_bytes
-        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
-        if math.isfinite(room) and (self.fits or room < 0):
-            side = "left" if self.fits else "over"
-            fits += f", {_render.bytes_text(abs(room))} {side}"
+        room, fits = self.memory_bytes - self.peak_bytes, self.error[:72] or "fits"
+        if room < 0:
+            fits = f"too large, {_render.bytes_text(-room)} over"
+        elif self.fits and math.isfinite(room):
+            fits += f", {_render.bytes_text(room)} left"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
             tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
@@ -192,24 +185,13 @@ class Ranking:
         raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
-        """Returns the parts of the time of a row, or of the row with an index.
-
-        Another value is a MeshLayoutError.
-        """
-        count = len(self.rows)
-        if isinstance(row, int) and row in range(count):
-            row = self.rows[row]
-        if not isinstance(row, Row):
-            msg = (
-                f"explain takes a row or the index of one of {count} rows, got {row!r}."
-            )
-            raise MeshLayoutError(msg)
+        """Returns the parts of the time of a row, or of the row with an index."""
+        row = self.rows[row] if isinstance(row, int) else row
         total = sum(row.parts.values())
         parts = sorted(row.parts.items(), key=lambda x: -x[1])
         parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
         lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
-        headers = ["what", "time", "share"]
-        return _render.text_table(headers, lines, "lrr", [repr(row)])
+        return _render.text_table(["what", "time", "share"], lines, "lrr", [repr(row)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON."""
