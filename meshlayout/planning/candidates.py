@@ -96,8 +96,10 @@ def proposals(
         if not isinstance(layouts, LayoutMap):
             fact = f"plan: candidates[{name!r}](mesh) is {_checks.shown(layouts)}"
             raise MeshLayoutError(f"{fact}, and not a LayoutMap.")
-        maps = layouts, activations, batch, (*code,), passes
-        yield Row(name, target.name, mesh, *maps, error=error)
+        rows, *others = batch
+        dims = None if rows == batch_axes(mesh) else (rows, ...)
+        maps = layouts, activations, batch, batch if others[1:] else dims
+        yield Row(name, target.name, mesh, *maps, tuple(code), passes, error=error)
 
 
 def _given(candidates: Candidates, target: Slice) -> Iterator[_Way]:
@@ -157,11 +159,9 @@ def _ways(
         code = f"layouts = {code}"
         yield name, batch, code, _ACTIVATIONS.format(carry, dims)
         if first == tensor and "residual" in traits.names:
-            text = (
-                f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
-            )
             name = name.replace("tensor", "tensor, sequence")
-            yield name, batch, code, f"activations = {text}"
+            text = f"activations = {tensor[:-1]}, sequence=True)"
+            yield name, batch, code, f"{text} | {{'carry': ({rows}, 'model', ...)}}"
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -5,7 +5,6 @@ process gets the lowered program and the names of its devices, and no code of th
 user's. For devices that are here, programs are compiled here.
 """
 
-import contextlib
 import hashlib
 import io
 import os
@@ -24,9 +23,9 @@ from meshlayout import _jax
 from meshlayout.planning.chips import describe_devices, memory_refusal
 
 
-# A number, a program, its devices in the order of the mesh, and their topology, which
-# is empty if they are here.
-Job: TypeAlias = tuple[int, jax.stages.Lowered, Sequence[_jax.Device], str]
+# A number, a program, its devices in the order of the mesh, and the topology that
+# describes them, or their platform if they are here.
+Job: TypeAlias = tuple[int, tuple[jax.stages.Lowered, Sequence[_jax.Device], str]]
 
 _PROGRAM = "import pickle, sys; f, *x = pickle.load(sys.stdin.buffer); f(*x)"
 
@@ -44,66 +43,53 @@ class Outcome:
 def compile_all(
     jobs: Iterator[Job], cache: Path, workers: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """Compiles programs as they come, and yields what came of each, in any order.
+    """Compiles programs, and yields what came of each, in their order.
 
     One is taken when there is room for it. If the caller stops, processes are ended.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = {}
+    running: list[tuple[int, Path, subprocess.Popen[bytes] | None]] = []
     try:
         while True:
             while len(running) < workers and (job := next(jobs, None)):
-                index, lowered, devices, topology = job
-                call = _arguments(lowered, devices, topology, cache)
-                target = call[0]
-                if topology and not target.exists():
-                    running[index] = target, _process(call)
-                    continue
-                if not target.exists():
-                    _compile(*call)
-                yield index, pickle.loads(target.read_bytes())
+                running.append((job[0], *_started(cache, *job[1])))
             if not running:
                 return
-            for index, (target, process) in [*running.items()]:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    _, log = process.communicate(timeout=0.1)
-                    del running[index]
-                    if target.exists():
-                        yield index, pickle.loads(target.read_bytes())
-                    else:
-                        status = f"the compiler ended with status {process.returncode}"
-                        lines = [status, *log.decode().splitlines()[-1:]]
-                        yield index, Outcome(error=": ".join(lines))
+            index, target, process = running[0]
+            log = process.communicate()[1].decode() if process else ""
+            del running[0]
+            if target.exists():
+                yield index, pickle.loads(target.read_bytes())
+            elif process:
+                status = f"the compiler ended with status {process.returncode}"
+                yield index, Outcome(error=": ".join([status, *log.splitlines()[-1:]]))
     finally:
-        for _, process in running.values():
-            process.kill()
-            process.communicate()
+        for _, _, process in running:
+            if process:
+                process.kill()
+                process.communicate()
 
 
-def _arguments(
-    lowered: jax.stages.Lowered,
-    devices: Sequence[_jax.Device],
-    topology: str,
-    cache: Path,
-) -> tuple[Path, str, tuple[int, ...], bytes]:
-    """Returns the arguments of `_compile`; the file is named by text and compiler."""
+def _started(
+    cache: Path, lowered: jax.stages.Lowered, devices: Sequence[_jax.Device], place: str
+) -> tuple[Path, "subprocess.Popen[bytes] | None"]:
+    """Returns the file of a program's outcome, and the process that will write it."""
     ids, module = tuple(int(x.id) for x in devices), lowered.compiler_ir("stablehlo")
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     version = devices[0].client.platform_version
     # The text has no lines of code, which would change with every edit.
-    facts = repr([jax.__version__, version, flags, topology, ids]) + lowered.as_text()
+    facts = repr([jax.__version__, version, flags, place, ids]) + lowered.as_text()
     target = cache / hashlib.sha256(facts.encode()).hexdigest()
+    if target.exists():
+        return target, None
     getattr(module, "operation").write_bytecode(file=(file := io.BytesIO()))  # noqa: B009
-    return target, topology or devices[0].platform, ids, file.getvalue()
-
-
-def _process(call: tuple[object, ...]) -> "subprocess.Popen[bytes]":
-    """Starts a process that compiles."""
+    if ":" not in place:
+        return target, _compile(file.getvalue(), place, ids, target)
     path = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryFile() as source:
-        pickle.dump((_compile, *call), source)
+        pickle.dump((_compile, file.getvalue(), place, ids, target), source)
         source.seek(0)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
             stdin=source,
@@ -111,9 +97,10 @@ def _process(call: tuple[object, ...]) -> "subprocess.Popen[bytes]":
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C ends the plan, which then ends these
         )
+    return target, process
 
 
-def _compile(target: Path, place: str, ids: Sequence[int], module: bytes) -> None:
+def _compile(module: bytes, place: str, ids: Sequence[int], target: Path) -> None:
     """Compiles in this process, and writes what came of it."""
     every = describe_devices(place) if ":" in place else jax.devices(place)
     devices = {device.id: device for device in every}

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from meshlayout import _render
 from meshlayout._annotations import PyTree
-from meshlayout._batches import batch_axes
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, sizes_text
@@ -47,7 +46,8 @@ class Row:
     layouts: LayoutMap
     activations: LayoutMap  # for the step: of what loops carry, and between blocks
     batch: tuple[tuple[str, ...], ...]  # the axes that shard each dim of a batch
-    code: tuple[str, ...] = ()  # that makes the maps
+    batch_dims: tuple[Any, ...] | None  # the same, if they are not the usual ones
+    code: tuple[str, ...]  # that makes the maps
     microbatches: int = 1  # of a pipeline
     create: str = "build, optimizer, layouts"  # what `TrainState.create` takes
     given: Mapping[str, Any] = field(default_factory=dict)  # options for all candidates
@@ -55,11 +55,11 @@ class Row:
     state: PyTree = None  # abstract, in its layouts
     error: str = ""  # why there is no program: the compiler's first line
     source: Literal["estimated", "compiled", "roofline"] = "estimated"
-    rows: int = 0  # of a global batch
-    tokens: int = 0  # of a global batch
     memory_bytes: float = math.inf  # that each device has
     peak_bytes: float = math.nan  # that each device holds at the most
     step_s: float = math.nan
+    examples_per_s: float = math.nan  # on all devices, like the next
+    tokens_per_s: float = math.nan
     bound: str = ""  # "compute", "memory" or "network": what takes the most time
     utilization: float = math.nan  # model FLOPs as a share of what devices could do
     sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
@@ -88,34 +88,16 @@ class Row:
         return _BFLOAT16 in self.code
 
     @property
-    def batch_dims(self) -> tuple[Any, ...] | None:
-        """How each dim of batches is sharded, if not over the usual axes of rows."""
-        rows, *others = self.batch
-        if len(others) > 1:  # images
-            return self.batch
-        return None if rows == batch_axes(self.mesh) else (rows, ...)
-
-    @property
     def fits(self) -> bool:
         """Whether there is a program, and it fits each device's memory."""
         return not self.error and not self.peak_bytes > self.memory_bytes
-
-    @property
-    def examples_per_s(self) -> float:
-        """Examples per second on all devices."""
-        return self.rows / self.step_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second on all devices."""
-        return self.tokens / self.step_s
 
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the maps, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
-        if self.batch_dims is not None:
+        if self.batch_dims:
             dims = str(self.batch_dims).replace("Ellipsis", "...")
             lines.append(f"batch_layout = mesh.layout{dims}")
         call = "ml.make_train_step(loss_fn, layouts=activations"
@@ -148,7 +130,7 @@ class Row:
             fits += f", {_render.bytes_text(room)} left"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
-            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
+            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens_per_s else ""
             rates = [f"{self.examples_per_s:,.0f}{tokens}", f"{self.utilization:.0%}"]
             step = f"{self.step_s * 1e3:.4g} ms"
         sent = (f"{k} {_render.bytes_text(x)}" for k, x in self.sent.items())

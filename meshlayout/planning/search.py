@@ -230,7 +230,7 @@ class _Search:
                     self.slices[row.topology].place,
                 )
                 try:
-                    yield index, self.problem.lower(row), devices, place
+                    yield index, (self.problem.lower(row), devices, place)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     rows[index] = replace(row, error=line)
