@@ -15,7 +15,7 @@ import meshlayout
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
-from meshlayout.errors import LayoutError, LayoutMapError, MeshError, MeshLayoutError
+from meshlayout.errors import LayoutError, LayoutMapError, MeshError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
 from meshlayout.planning.chips import Slice
@@ -92,28 +92,23 @@ def proposals(
                 exec("\n".join(code), known)
             except (LayoutError, LayoutMapError, MeshError) as failure:
                 error = str(failure).splitlines()[0]
-        layouts, activations = known["layouts"], known["activations"]
-        if not isinstance(layouts, LayoutMap):
-            fact = f"plan: candidates[{name!r}](mesh) is {_checks.shown(layouts)}"
-            raise MeshLayoutError(f"{fact}, and not a LayoutMap.")
         rows, *others = batch
         dims = None if rows == batch_axes(mesh) else (rows, ...)
-        maps = layouts, activations, batch, batch if others[1:] else dims
+        dims = batch if others[1:] else dims
+        maps = known["layouts"], known["activations"], batch, dims
         yield Row(name, target.name, mesh, *maps, tuple(code), passes, error=error)
 
 
 def _given(candidates: Candidates, target: Slice) -> Iterator[_Way]:
     """Yields maps that are on a slice, and functions of a mesh on all of its meshes."""
     for name, value in candidates.items():
-        code, every = [f"layouts = candidates[{name!r}](mesh)"], meshes(target)
-        if isinstance(value, LayoutMap):
-            code = [f"layouts = candidates[{name!r}]", "mesh = layouts.mesh"]
-            every = [value.mesh]
-        for mesh in every:
+        is_map, code = isinstance(value, LayoutMap), f"layouts = candidates[{name!r}]"
+        lines = [code if is_map else f"{code}(mesh)", "mesh = layouts.mesh"]
+        for mesh in [value.mesh] if isinstance(value, LayoutMap) else meshes(target):
             if {*mesh.devices.flat} <= {*target.devices}:
                 rows = batch_axes(mesh)
                 activations = _ACTIVATIONS.format("carry", f"({rows}, ...)")
-                yield name, mesh, (rows,), 1, [*code, activations]
+                yield name, mesh, (rows,), 1, [*lines, activations]
 
 
 def _usual(

@@ -16,7 +16,6 @@ from flax import linen as nn
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.errors import MeshLayoutError
-from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
 from meshlayout.planning.candidates import Candidates, proposals
 from meshlayout.planning.chips import Slice
@@ -59,15 +58,14 @@ def plan(
     Args:
         build: As for `TrainState.create`, like `optimizer` and `module`.
         loss_fn: As for `make_train_step`, like `step_options`, for all candidates.
-        batch: One global batch, or the batches of a call with `steps_per_call`, of
-            which one is planned; `jax.ShapeDtypeStruct` suffices.
+        batch: One global batch, or those of a call with `steps_per_call`, of which one
+            is planned; `jax.ShapeDtypeStruct` suffices.
         optimizer: An Optax transformation.
         topology: A TPU slice, such as `"v5e:16x16"`, GPUs, such as `"h100:8"`, or a
             mesh of devices here; or several of these, compared per device.
         candidates: Layout maps by name, or functions of a mesh that return one. By
-            default, data, fully sharded and tensor parallelism and their compositions
-            on meshes of one to three axes, and those that the model asks for:
-            sequences, experts and stages over the axes that it names.
+            default, data, fully sharded and tensor parallelism and their compositions,
+            and sequences, experts and stages over axes that the model names.
         budget_s: The seconds within which compilations may start; by default, 4 to 12
             are compiled, as long as another is estimated to be faster.
         module: The module, for Linen.
@@ -107,9 +105,6 @@ def plan(
     if candidates is not None and not isinstance(candidates, Mapping):
         msg = f"candidates must be a dict by names, got {_checks.shown(candidates)}."
         raise MeshLayoutError(f"plan: {msg}")
-    for name, value in (candidates or {}).items():
-        if not isinstance(value, LayoutMap):
-            _checks.function(f"candidates[{name!r}]", value, "mesh", **where)
     is_list = isinstance(topology, Sequence) and not isinstance(topology, str)
     targets: Any = topology if is_list else [topology]
     slices = {x.name: x for x in map(Slice.of, targets)}
