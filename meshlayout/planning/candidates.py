@@ -144,9 +144,11 @@ def _ways(
     names, carry = (f"fsdp + {label}", f"data + {label}"), "carry"
     if label == "context":
         fsdp, carry = f"{fsdp[:-1]}, axes={(*rows, axis)})", "carry|^residual$"
+    elif label == "space":
+        names, fsdp = names[1:], _DATA
     elif not label:
         names = ("tensor + fsdp", "tensor") if first else ("fsdp", "data")
-    if "fsdp" in mesh:
+    if "fsdp" in mesh and not kind:
         names = (names[0] if first else "hybrid fsdp",)
     both = f"ml.parallel.compose({first}, {fsdp})" if first else fsdp
     dims = str((*batch, ...)).replace("Ellipsis", "...")
