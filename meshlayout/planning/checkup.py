@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.request import getproxies_environment, proxy_bypass
 
 import jax
 
@@ -147,14 +148,11 @@ def _cpus(count: int, versions: Mapping[str, str]) -> _Findings:
 
 def _network() -> _Findings:
     """Yields what may be wrong on the way to the coordinator."""
-    given = {name.lower(): value for name, value in os.environ.items() if value}
-    host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
-    proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
-    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
-    is_direct = any(end and host.endswith(end) for end in direct.split(","))
+    host, _ = split_address(os.environ.get("JAX_COORDINATOR_ADDRESS")) or ("", 0)
+    proxy = min({"grpc", "https", "http"} & getproxies_environment().keys(), default="")
     fix = f"add {host} to no_proxy, or call ml.initialize(), which does"
-    fact = f"{proxy} is a proxy before the coordinator"
-    yield proxy and host and not is_direct, f"{fact}: {fix}."
+    is_between = proxy and host and not proxy_bypass(host)
+    yield is_between, f"{proxy}_proxy is a proxy before the coordinator: {fix}."
 
 
 def _advice(count: int) -> _Findings:
@@ -165,8 +163,8 @@ def _advice(count: int) -> _Findings:
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     yield not cache, "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR."
     data = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
-    fact = "TensorFlow Datasets has no directory"
-    yield not data.is_dir(), f"{fact}: set TFDS_DATA_DIR."
+    fix = "TensorFlow Datasets has no directory: set TFDS_DATA_DIR."
+    yield not data.is_dir(), fix
 
 
 def _numbers(version: str) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 from flax import linen as nn
 
 from meshlayout import _checks
@@ -105,12 +106,12 @@ def plan(
     if candidates is not None and not isinstance(candidates, Mapping):
         msg = f"candidates must be a dict by names, got {_checks.shown(candidates)}."
         raise MeshLayoutError(f"plan: {msg}")
-    is_list = isinstance(topology, Sequence) and not isinstance(topology, str)
-    targets: Any = topology if is_list else [topology]
-    slices = {x.name: x for x in map(Slice.of, targets)}
+    is_one = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
+    slices = map(Slice.of, [topology] if is_one else topology)
     folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
     problem = Problem(build, loss_fn, batch, optimizer, module, step_options, hop_s)
-    search = _Search(problem, slices, deadline, workers, folder, progress)
+    named = {target.name: target for target in slices}
+    search = _Search(problem, named, deadline, workers, folder, progress)
     return search.run(candidates)
 
 
@@ -220,12 +221,9 @@ class _Search:
         def jobs() -> Iterator[Job]:
             for index in chosen:
                 row = rows[index]
-                devices, place = (
-                    [*row.mesh.devices.flat],
-                    self.slices[row.topology].place,
-                )
+                place, devices = self.slices[row.topology].place, row.mesh.devices.flat
                 try:
-                    yield index, (self.problem.lower(row), devices, place)
+                    yield index, (self.problem.lower(row), [*devices], place)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     rows[index] = replace(row, error=line)
@@ -237,17 +235,16 @@ class _Search:
 
     def _changes(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the smallest change with which something fits, compiled."""
-        large = [
-            x for x in rows if x.peak_bytes > x.memory_bytes and not x.step_options
-        ]
-        for row in sorted(large, key=lambda x: x.peak_bytes)[:1]:
+        rows = [x for x in rows if x.peak_bytes > x.memory_bytes and not x.step_options]
+        for row in sorted(rows, key=lambda x: x.peak_bytes)[:1]:
             places = [row.topology, *self.slices[row.topology].larger]
             first, *larger = (functools.partial(self._sharded, x) for x in places)
-            options = [first, *self._options(row), Row.in_bfloat16, *larger]
-            for smaller in self._smaller(row, options):
+            changes = [first, *self._options(row), Row.in_bfloat16], larger
+            for smaller in itertools.chain(*(self._smaller(row, x) for x in changes)):
                 if time.monotonic() >= self.deadline:
-                    line = "The budget ended while looking for what would fit."
-                    self.notes.append(line)
+                    self.notes.append(
+                        "The budget ended in a search for what would fit."
+                    )
                     break
                 self._compile(changed := [smaller], iter([0]))
                 if changed[0].fits and changed[0].source != "estimated":
