@@ -57,8 +57,8 @@ class Problem:
         leaves, integer = jax.tree.leaves(self.batch), jnp.integer
         texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
         tokens = max((x.size for x in texts), default=0)
-        facts = {"rows": num_examples(self.batch), "tokens": tokens}
-        self.facts: dict[str, Any] = {**facts, "given": given}
+        self.rows, self.tokens = num_examples(self.batch), tokens
+        self.facts: dict[str, Any] = {"given": given}
         # What the code of candidates takes, with what is called first.
         self.values: dict[str, object] = {"build": self.build}
         if self.module:
@@ -115,8 +115,8 @@ class Problem:
         if row.error:
             return row
         trace, count = self.trace(options["remat"]), options["accumulate"]
-        if row.rows % (row.num_row_shards * count):
-            line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
+        if self.rows % (row.mesh.axis_size(row.batch[0]) * count):
+            line = f"{self.rows} examples do not divide over {', '.join(row.batch[0])}"
             return replace(row, error=f"{line} and {count} microbatches.")
         traced = self.described(row.is_bfloat16)._traced
         try:
@@ -130,11 +130,12 @@ class Problem:
 
     def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
         """Returns an estimated candidate with what the compiler said."""
-        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        names = "error", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
         row = replace(row, source="compiled", **facts)
         if outcome.error:
             unknown: Any = {"bound": "", "sent": {}, "parts": {}}
+            unknown |= {"examples_per_s": math.nan, "tokens_per_s": math.nan}
             return replace(row, step_s=math.nan, utilization=math.nan, **unknown)
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
@@ -166,12 +167,16 @@ class Problem:
         # Without what candidates compute again.
         flops = self.trace(self.options.get("remat", "none")).flops
         used = flops / (step_s * row.mesh.size * chip.flops_per_s)
-        return replace(row, step_s=step_s, bound=bound, utilization=used)
+        rates = {
+            "examples_per_s": self.rows / step_s,
+            "tokens_per_s": self.tokens / step_s,
+        }
+        return replace(row, step_s=step_s, bound=bound, utilization=used, **rates)
 
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""
         step, batch = make_train_step(self.loss_fn, **self.options_of(row)), self.batch
-        if row.batch_dims is not None:
+        if row.batch_dims:
             layout = row.mesh.layout(*row.batch_dims)
             batch: Batch = jax.tree.map(
                 lambda x: x.update(sharding=leaf_layout(layout, x.ndim).sharding), batch
