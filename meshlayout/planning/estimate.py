@@ -12,7 +12,7 @@ unless it is smaller than what it is made of.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,7 @@ class StepTrace:
             op.passed = self._passed(op) if op.name in _PRODUCTS else None
         self.saved = self._saved()
         self.flops = read_cost(traced).flops
+        self.convolves = any(op.name == _CONVOLUTION for op in self.operations)
 
     def _note(self, values: Iterable[Value], variables: Iterable[Any]) -> None:
         for value, var in zip(values, variables, strict=True):
@@ -215,10 +216,16 @@ def estimate(
     device.compute()
     peak = device.gather(2 if remat != "none" else 1)
     peak += _GAPS * sum(device.sizes[value] for value in trace.saved)
-    network = sum(x for k, x in device.parts.items() if k.startswith("wait: "))
-    memory = sum(device.parts.values()) - network - device.computing_s
-    seconds = {"compute": device.computing_s, "memory": memory, "network": network}
+    seconds = seconds_of(device.parts, device.computing_s)
     return Estimate(seconds, peak, device.sent, device.parts)
+
+
+def seconds_of(parts: Mapping[str, float], computing_s: float) -> dict[str, float]:
+    """Returns how long a step computes, is bound by memory beyond that, and waits."""
+    network = sum(x for name, x in parts.items() if name.startswith("wait: "))
+    busy = sum(parts.values()) - network
+    computing = min(computing_s, busy)
+    return {"compute": computing, "memory": busy - computing, "network": network}
 
 
 class _Device:
