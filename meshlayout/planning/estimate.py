@@ -24,14 +24,7 @@ from meshlayout._annotations import Equation, Leaf, PyTree
 from meshlayout._batches import batch_axes
 from meshlayout.hlo.cost import _products, read_cost
 from meshlayout.layout import axes_of
-from meshlayout.parallel.factors import (
-    Flow,
-    Value,
-    fresh_dims,
-    leaves_of,
-    link,
-    link_all,
-)
+from meshlayout.parallel.factors import Flow, Value, fresh_dims, leaves_of, link_all
 from meshlayout.parallel.program import _CALLS, MOVES, _walk
 from meshlayout.planning.chips import Chip
 from meshlayout.planning.rows import Estimate, Row
@@ -117,9 +110,8 @@ class StepTrace:
 
     def _note(self, values: Iterable[Value], variables: Iterable[Any]) -> None:
         for value, var in zip(values, variables, strict=True):
-            dtype = getattr(var.aval, "dtype", None)
-            size = 0 if dtype is None else _jax.itemsize(dtype)
-            self.nbytes[value] = size * value.size
+            dtype = getattr(var.aval, "dtype", bool)  # tokens have none
+            self.nbytes[value] = value.size * _jax.itemsize(dtype)
 
     def _visit(self, eqn: Equation, args: list[Value], results: list[Value]) -> None:
         name = eqn.primitive.name
@@ -131,10 +123,10 @@ class StepTrace:
         self.operations.append(op)
         if name == "scan":
             first, count = _jax.scan_counts(eqn)
-            dims = [x.dims[0] for x in [*args[first + count :], *results[count:]]]
-            self._stacked += dims
-            for dim in dims[1:]:  # their layers lie in one way
-                link(dims[0], dim)
+            stacks = [*args[first + count :], *results[count:]]
+            self._stacked += [x.dims[0] for x in stacks]
+            for stack in stacks[1:]:  # their layers lie in one way
+                link_all(stacks[0].dims[:1], stack.dims[:1])
         elif name not in MOVES:
             self._reads[name in _PRODUCTS].update(x.source for x in args)
         for value in args if op.is_heavy else ():
@@ -235,78 +227,71 @@ class _Device:
         self, trace: StepTrace, row: Row, chip: Chip, hop_s: float, accumulate: int
     ) -> None:
         self.trace, self.row, self.chip, self.hop_s = trace, row, chip, hop_s
-        self.accumulate, self.computing_s = accumulate, 0.0
-        self.is_tpu, self.leaves = chip.clock_hz is not None, jax.tree.leaves(row.state)
+        self.accumulate, self.leaves = accumulate, jax.tree.leaves(row.state)
+        self.is_tpu, self.computing_s = chip.clock_hz is not None, 0.0
         self.beyond = _BEYOND if self.is_tpu else 1.0
         self.parts: dict[str, float] = defaultdict(float)  # seconds
         self.sent: dict[str, float] = defaultdict(float)
         # Parameters are gathered along these, but not experts to which tokens are sent.
-        self.rows, usual = [x for axes in row.batch for x in axes], batch_axes(row.mesh)
-        self.gathered = [x for x in self.rows if x not in row.batch[0] or x in usual]
+        self.rows, usual = {x for axes in row.batch for x in axes}, batch_axes(row.mesh)
+        self.gathered = self.rows - ({*row.batch[0]} - {*usual})
         self.shards: dict[Any, tuple[str, ...]] = {}  # axes by factor
         for factors in trace.inputs:
             self.shards |= zip(factors, row.batch, strict=False)
         if len(row.batch) == 4:  # images, whose rows are in shards where they divide
-            count, axes = self.num_shards(row.batch[1]), row.batch[1]
+            axes, count = row.batch[1], self.count({*row.batch[1]})
             self.shards |= {x: axes for x in trace.heights if x.size % count == 0}
-        for value, leaf in zip(trace.params, self.leaves, strict=False):
-            pairs = zip(trace.factors[value], leaf.sharding.spec, strict=False)
-            for factor, entry in pairs:
+        for param, leaf in zip(trace.params, self.leaves, strict=False):
+            entries = zip(trace.factors[param], leaf.sharding.spec, strict=False)
+            for factor, entry in entries:
                 axes = tuple(x for x in axes_of(entry) if x not in self.gathered)
                 if factor is not None and axes:
                     self.shards.setdefault(factor, axes)
         # With sequence parallelism, what lacks the model axis is in shards of tokens.
         spare = {"model"} if "sequence=True" in "".join(row.code) else set[str]()
         tokens = {x for factors in trace.inputs for x in factors[1:2] if spare}
-        self.spread = self.num_shards(spare)  # before and after sums
-        self.axes = {x: self.axes_in(factors) for x, factors in trace.factors.items()}
+        self.spread = self.count(spare)  # before and after sums
+        self.axes = {x: self.along(factors) for x, factors in trace.factors.items()}
         self.sizes: dict[Value, float] = {}
         for value, factors in trace.factors.items():
             others = set[str]() if tokens.isdisjoint(factors) else spare
-            count = self.num_shards(self.axes[value] | others)
+            count = self.count(self.axes[value] | others)
             # XLA casts what a TPU multiplies, before it is kept or sent.
             count *= 2 if self.is_tpu and trace.is_narrow(value) else 1
             count *= 1 if trace.rows.isdisjoint(factors) else accumulate
             self.sizes[value] = trace.nbytes[value] / count
 
-    def num_shards(self, axes: Iterable[str]) -> int:
+    def count(self, axes: set[str]) -> int:
         """Returns the number of devices along some axes."""
         return math.prod(self.row.mesh.shape[axis] for axis in axes)
 
-    def axes_in(self, factors: Iterable[Any]) -> set[str]:
+    def along(self, factors: Iterable[Any]) -> set[str]:
         """Returns the axes that shard factors."""
         return {axis for x in factors for axis in self.shards.get(x, ())}
 
     def send(
-        self,
-        what: str,
-        axes: Iterable[str],
-        size: float,
-        passes: float,
-        hops: float = 1,
+        self, what: str, axes: set[str], size: float, passes: float, hops: float = 1
     ) -> None:
         """Counts passes of a ring, an all-reduce as two, and what is waited for."""
-        names = [axis for axis in self.row.mesh.axis_names if axis in {*axes}]
-        if (n := self.num_shards(names)) > 1:
+        if (n := self.count(axes)) > 1:
             nbytes, delay = (n - 1) / n * size, hops * ring_hops(n) * self.hop_s
             seconds = passes * (nbytes / self.chip.ring_bytes_per_s + delay)
             waited = _WAITED.get(what.partition(",")[0], 1.0)
             self.parts[f"wait: {what}"] += waited * seconds
-            self.sent[", ".join(names)] += passes * nbytes
+            names = ", ".join(x for x in self.row.mesh.axis_names if x in axes)
+            self.sent[names] += passes * nbytes
 
     def compute(self) -> None:
         """Counts what operations compute, read and write, and the sums over shards."""
+        chip, passes = self.chip, self.row.microbatches
         # A device of a pipeline has some of the layers, and waits for the others.
-        stages, count = (
-            self.num_shards(self.axes_in(self.trace.layers)),
-            self.row.microbatches,
-        )
-        busy = (count + stages - 1) / count / stages
+        stages = self.count(self.along(self.trace.layers))
+        busy = (passes + stages - 1) / passes / stages
         sums: dict[Value, tuple[set[str], str]] = {}  # over which axes, and for what
         for op in self.trace.operations:
-            runs, size = (
+            size, runs = (
+                sum(map(self.sizes.__getitem__, op.outputs)),
                 op.runs * self.accumulate,
-                sum(self.sizes[x] for x in op.outputs),
             )
             known = [sums.get(x, (set[str](), "")) for x in op.inputs]
             if op.name in _LINEAR and all(axes == known[0][0] for axes, _ in known):
@@ -315,24 +300,25 @@ class _Device:
                 self.send(name, axes, size * self.spread, 2 * runs * (1 - len(known)))
             if not op.is_heavy:
                 continue
-            groups = op.inputs[:2], op.outputs
-            inner, outer = (
-                set[str]().union(*map(self.axes.__getitem__, x)) for x in groups
-            )
-            over, name = inner - outer - {*self.rows}, f"all_reduce, {op.place}"
+            inner = set[str]().union(*(self.axes[x] for x in op.inputs[:2]))
+            outer = set[str]().union(*(self.axes[x] for x in op.outputs))
+            # Sums over rows are gradients of parameters, which follow, or few numbers.
+            over, name = inner - outer - self.rows, f"all_reduce, {op.place}"
             self.send(name, over, size * self.spread, 2 * runs)
             sums |= dict.fromkeys(op.outputs, (over, name))
-            share = busy if op.runs > 1 else 1
-            flops = share * op.runs * op.flops / self.num_shards(inner | outer)
-            computing = flops / self.chip.flops_per_s
-            read = size + sum(self.sizes[x] for x in op.inputs)
-            seconds = max(_START_S, read / self.chip.memory_bytes_per_s)
+            share = busy if op.runs > 1 else 1.0
+            flops = share * op.runs * op.flops / self.count(inner | outer)
+            computing, read = (
+                flops / chip.flops_per_s,
+                sum(map(self.sizes.__getitem__, op.inputs)),
+            )
+            seconds = max(_START_S, (size + read) / chip.memory_bytes_per_s)
             self.computing_s += computing
             self.parts[op.place] += self.beyond * max(computing, share * runs * seconds)
             if op.passed:
-                value, crossed, share = op.passed
-                around = self.axes_in(crossed)
-                whole = share * self.sizes[value] * self.num_shards(around)
+                value, factors, share = op.passed
+                around = self.along(factors)
+                whole = share * self.sizes[value] * self.count(around)
                 self.send(f"collective_permute, {op.place}", around, whole, runs)
 
     def gather(self, times: int) -> float:
@@ -342,17 +328,13 @@ class _Device:
         """
         trace, chip, count = self.trace, self.chip, self.accumulate
         share = 1 / max(1, len(trace.params))  # compilers combine what is not gathered
-        held = transient = moved = 0.0
-        for module, param, leaf in zip(
-            trace.modules, trace.params, self.leaves, strict=False
-        ):
+        held = largest = moved = 0.0
+        triples = zip(trace.modules, trace.params, self.leaves, strict=False)
+        for module, param, leaf in triples:
             own = {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
-            split = [axis for axis in self.gathered if axis in own]
-            whole, n = [x for x in self.rows if x not in own], self.num_shards(split)
-            (turns, used, result), others = (
-                trace.use(param),
-                self.num_shards(own - {*split}),
-            )
+            split, whole = self.gathered & own, self.rows - own
+            n, others = self.count(split), self.count(own - split)
+            turns, used, result = trace.use(param)
             used, size = used / others, trace.nbytes[param] / others
             # XLA casts what a TPU multiplies before it gathers it.
             part = min(used, size / turns / 2) if self.is_tpu else used
@@ -365,24 +347,25 @@ class _Device:
                 if self.is_tpu and not whole and part < self.sizes[result]:
                     moved += runs * (n - 1) / 3 * self.sizes[result]
                 held += part * (again == 1)  # kept for the backward pass
-            transient = max(transient, used + again * part * bool(split))
             self.send(f"all_reduce, {module}", whole, used * turns / n, 2, share)
-            # Gradients that are added up, or that a loop stacks.
+            # A gradient, and what is gathered; gradients that are added up or stacked.
+            largest = max(largest, used + again * part * bool(split))
             held += size / n * ((count > 1) + (turns > 1) * (1 + bool(whole)))
-        on_device = [
-            x for x in self.leaves if "host" not in (x.sharding.memory_kind or "")
-        ]
-        total, here = (sum(map(shard_bytes, x)) for x in (self.leaves, on_device))
-        if total > here:  # it comes, and goes back
-            self.parts["wait: host memory"] += (
-                2 * (total - here) / chip.host_bytes_per_s
-            )
+        here = [x for x in self.leaves if "host" not in (x.sharding.memory_kind or "")]
+        nbytes, total = sum(map(shard_bytes, here)), sum(map(shard_bytes, self.leaves))
+        # What is on the host comes, and goes back.
+        host_s = 2 * (total - nbytes) / chip.host_bytes_per_s
+        self.parts["wait: host memory"] = host_s
         # The state is read and written, and gradients are read.
-        updating = (moved + 7 / 3 * total) / chip.memory_bytes_per_s + _START_S * len(
-            trace.params
-        )
+        updating = (moved + 7 / 3 * total) / chip.memory_bytes_per_s
+        updating += _START_S * len(trace.params)
         self.parts["optimizer"] += self.beyond * updating
-        return held + here + transient + count * sum(self.sizes[x] for x in trace.batch)
+        return (
+            held
+            + nbytes
+            + largest
+            + count * sum(map(self.sizes.__getitem__, trace.batch))
+        )
 
 
 def shard_bytes(leaf: Leaf) -> int:
