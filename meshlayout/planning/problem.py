@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,14 +95,9 @@ class Problem:
         trace = StepTrace(traced, state, self.batch)
         if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
             self.traits.axes["height"] = "convolution", 1
-        paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
-        looped = [
-            path
-            for path, x in zip(paths, trace.params, strict=False)
-            if trace.use(x)[0] > 1
-        ]
-        names = dict.fromkeys(path.split("/")[0] for path in looped)
-        self.traits.stacks = f"^(params/)?({'|'.join(names)})/"
+        pairs = zip(_paths.flatten(state.params).leaves, trace.params, strict=False)
+        names = {leaf.path.split("/")[0] for leaf, x in pairs if trace.use(x)[0] > 1}
+        self.traits.stacks = f"^(params/)?({'|'.join(sorted(names))})/"
         return trace
 
     def _note(self, name: str, shape: tuple[int, ...], _: object) -> tuple[None, ...]:
@@ -145,19 +139,13 @@ class Problem:
             return replace(row, **unknown, **dict.fromkeys(rates, math.nan))
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
-        row, parts = replace(row, sent=sent), defaultdict[str, float](float)
+        parts = replay(outcome.text, chip, hop_s=self.hop_s).parts
         # No compiler estimates the time of copies between the host and the device.
         parts["wait: host memory"] = row.parts["wait: host memory"]
         if chip.clock_hz is None:
             row = replace(row, source="roofline")
             parts |= {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
-            for each in communication.collectives:
-                wire_s = each.wire_bytes / chip.ring_bytes_per_s
-                name = f"wait: {each.kind}, {each.module or each.source}"
-                parts[name] += wire_s + self.hop_s * each.times
-        else:
-            parts |= replay(outcome.text, chip, hop_s=self.hop_s).parts
-        return self._timed(row, parts, chip)
+        return self._timed(replace(row, sent=sent), parts, chip)
 
     def _timed(self, row: Row, parts: Mapping[str, float], chip: Chip) -> Row:
         """Returns a row with the parts of its time, and what bounds it."""
