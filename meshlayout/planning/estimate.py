@@ -91,7 +91,7 @@ class StepTrace:
             if before.shape == after.shape:
                 link_all(before.dims, after.dims)
         self.factors = {value: _majors(value.dims) for value in self.nbytes}
-        self.layers = {*_majors(self._stacked)}
+        self.layers = {*_majors(self._stacked)} - {None}
         self.inputs = [self.factors[value] for value in self.batch[:num_batch]]
         self.rows = {x for factors in self.inputs for x in factors[:1]} - {None}
         images = [x for x in self.factors.values() if len(x) == 4 and x[0] in self.rows]
@@ -144,10 +144,10 @@ class StepTrace:
         Then the largest array that is made of it.
         """
         part, result = self.uses.get(param, (param, param))
-        is_stack = param in self.uses and self.factors[param][0] in self.layers
+        is_stack = param in self.uses and self.layers & {*self.factors[param][:1]}
         turns = param.shape[0] if is_stack else 1
-        layer = param.size / turns
-        return turns, self.nbytes[part] / max(1, part.size) * layer, result
+        itemsize = self.nbytes[part] / max(1, part.size)
+        return turns, itemsize * param.size / turns, result
 
     def is_narrow(self, value: Value) -> bool:
         """Whether it is in float32, and only matrix products read it."""
