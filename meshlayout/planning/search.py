@@ -138,8 +138,8 @@ class _Search:
                 fact = f"{min(unknown)!r} is for other devices than {[*self.slices]}"
                 raise MeshLayoutError(f"plan: {fact}. Give a function of a mesh.")
             # What is for some meshes alone has no rows of the others.
-            names = {row.name for row in rows if not row.error}
-            rows = [row for row in rows if not row.error or row.name not in names]
+            good = {(row.name, row.topology) for row in rows if not row.error}
+            rows = [x for x in rows if not x.error or (x.name, x.topology) not in good]
             rows.sort(key=_order)
             self._say(f"{len(rows)} candidates estimated")
             self._compile(rows, self._chosen(rows))
