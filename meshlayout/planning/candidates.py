@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -28,7 +27,6 @@ _Axes: TypeAlias = tuple[tuple[str, ...], ...]  # that shard each dim of a batch
 # A name, the axes, the microbatches of a pipeline, and code that makes the maps.
 _Way: TypeAlias = tuple[str, Mesh, _Axes, int, Sequence[str]]
 
-_LARGEST_MODEL_AXIS = 16  # what it sends grows with it
 _DATA = "ml.parallel.data_parallel(mesh)"
 _ACTIVATIONS = "activations = ml.LayoutMap(mesh, {{{!r}: {}}}, unused='ignore')"
 
@@ -51,17 +49,15 @@ def meshes(target: Slice, axis: str = "") -> Iterator[Mesh]:
     count, sides = len(target.devices), {size for size in target.grid if size > 1}
     # Part of one side of the grid, or whole sides.
     parts = {n for side in sides for n in range(2, side + 1) if side % n == 0}
-    for number in range(2, len(target.grid)):
-        parts |= {math.prod(x) for x in itertools.combinations(target.grid, number)}
+    parts |= {n * m for n, m in itertools.combinations(target.grid, 2)}
     parts = sorted(n for n in parts if count % n == 0 and 1 < n < count)
-    models = [n for n in parts if n <= _LARGEST_MODEL_AXIS]
+    models = [n for n in parts if n <= 16]  # what it sends grows with it
     shards = [n for n in parts if n in sides or len(sides) == 1]
     shapes: list[dict[str, int]] = []
     for n, m in itertools.product([1, *shards], [1, *models]):
-        rows = (
-            {"replica": count // n // m, "fsdp": n} if n > 1 else {"batch": count // m}
-        )
-        if n * m < max(2, count) and count % (n * m) == 0:
+        rest = count // n // m
+        if rest * n * m == count and (rest > 1 or n * m == 1):
+            rows = {"replica": rest, "fsdp": n} if n > 1 else {"batch": rest}
             shapes.append(rows | {"model": m} if m > 1 else rows)
     if axis:
         shapes = [{"batch": count // n, axis: n} for n in {*models, count} - {1}]
@@ -179,12 +175,12 @@ def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArg
             lambda x: x.astype(dtype) if jnp.ndim(x) and x.dtype == source else x, tree
         )
 
+    def init(params: PyTree) -> PyTree:
+        return cast(tx.init(params), "float32", "bfloat16")
+
     def update(updates: PyTree, state: PyTree, *rest: PyTree, **extra: Any) -> Any:
         whole = cast(state, "bfloat16", "float32")
         updates, state = tx.update(updates, whole, *rest, **extra)
         return updates, cast(state, "float32", "bfloat16")
-
-    def init(params: PyTree) -> PyTree:
-        return cast(tx.init(params), "float32", "bfloat16")
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -30,7 +30,7 @@ _EXTRAS = {  # what they install
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
 }
 _PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
-_NAMES = {"meshlayout", "jax", "jaxlib", "flax", "optax", "libtpu", *_PLUGINS}
+_NAMES = ["meshlayout", "jax", "jaxlib", "flax", "optax", "libtpu", *_PLUGINS]
 # As "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*; extra == 'tpu'".
 _PIN = r"^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
 
@@ -106,7 +106,7 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
 
 def _packages(versions: Mapping[str, str], needs: Sequence[str]) -> _Findings:
     """Yields what does not fit, and what is missing for the extras."""
-    for owner in {"jax", *_PLUGINS} & versions.keys():
+    for owner in [x for x in ("jax", *_PLUGINS) if x in versions]:
         lines = "\n".join(metadata.requires(owner) or ())
         for name, pin in re.findall(_PIN, lines, re.MULTILINE):
             bounds, version = sorted(map(_numbers, pin.split(","))), versions.get(name)

@@ -93,36 +93,35 @@ def describe_devices(topology: str) -> list[_jax.Device]:
         Mesh(batch=2, model=4; batch across 2 processes)
     """
     sizes, options = _grid(topology), dict[str, Any]()
-    platform, name, extra = "tpu", topology, "tpu"
+    place = "tpu", topology
     if len(sizes) == 1:  # GPUs, eight on each host
-        platform, name, extra = "cuda", "h100", "cuda12"
-        target = Path(__file__).with_name("h100.textproto").read_text()
-        hosts = f"1x{max(1, sizes[0] // 8)}x{min(sizes[0], 8)}"
-        options = {"topology": hosts, "target_config": target}
+        place, count = ("cuda", "h100"), sizes[0]
+        options["topology"] = f"1x{max(1, count // 8)}x{min(count, 8)}"
+        path = Path(__file__).with_name("h100.textproto")
+        options["target_config"] = path.read_text()
     elif jax.default_backend() != "tpu":
         for variable in _VARIABLES.split():
             os.environ.setdefault(*variable.split("=", 1))
     if sizes == (1, 1):
-        options = {"chips_per_host_bounds": (1, 1, 1)}
+        options["chips_per_host_bounds"] = 1, 1, 1
     try:
-        return _jax.described_devices(platform, name, **options)
+        return _jax.described_devices(*place, **options)
     except (RuntimeError, ImportError) as error:
         # The same version, so that pip keeps the installed jax.
+        extra = place[0].replace("cuda", "cuda12")
         install = f"pip install 'jax[{extra}]=={jax.__version__}'"
         fact = f"there is no compiler for {topology!r}: {str(error).splitlines()[0]}"
-        raise MeshError(
-            f"{fact.rstrip('.')}. If it is not installed, {install}."
-        ) from error
+        fact = f"{fact.rstrip('.')}. If it is not installed, {install}."
+        raise MeshError(fact) from error
 
 
 def _grid(topology: str) -> tuple[int, ...]:
     """Returns the sides of a topology; MeshError if there is no such one."""
     if topology not in TOPOLOGIES:
-        kind = str(topology).partition(":")[0]
-        hint = did_you_mean(topology, TOPOLOGIES)
+        kind, hint = f"{topology}:".split(":")[0], did_you_mean(topology, TOPOLOGIES)
         some = [x for x in TOPOLOGIES if x.startswith(f"{kind}:")] or TOPOLOGIES
-        fact = f"there is no topology {topology!r}.{hint}"
-        raise MeshError(f"{fact} There are {', '.join(some)}.")
+        msg = f"there is no topology {topology!r}.{hint} There are {', '.join(some)}."
+        raise MeshError(msg)
     return tuple(map(int, topology.partition(":")[2].split("x")))
 
 

@@ -84,7 +84,8 @@ def _started(
         return target, None
     getattr(module, "operation").write_bytecode(file=(file := io.BytesIO()))  # noqa: B009
     if ":" not in place:
-        return target, _compile(file.getvalue(), place, ids, target)
+        _compile(file.getvalue(), place, ids, target)
+        return target, None
     path = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryFile() as source:
         pickle.dump((_compile, file.getvalue(), place, ids, target), source)

@@ -162,8 +162,8 @@ class Ranking:
         for row in (*self.rows, *self.changes):
             if row.fits:
                 return row
-        errors = [row.error for row in self.rows if row.error]
-        why = errors[0] if errors else "take a larger slice."
+        errors = (row.error for row in self.rows if row.error)
+        why = next(errors, "take a larger slice.")
         raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:

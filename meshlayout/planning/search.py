@@ -93,10 +93,9 @@ def plan(
         (True, 'estimated')
     """
     where: Any = {"where": "plan", "error": MeshLayoutError}
-    deadline = math.inf
     if budget_s is not None:
         budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
-        deadline = time.monotonic() + budget_s
+    deadline = time.monotonic() + (math.inf if budget_s is None else budget_s)
     if workers is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         workers = max(1, min((os.cpu_count() or 1) // 2, memory // _HOST_BYTES))
@@ -138,8 +137,8 @@ class _Search:
                 fact = f"{min(unknown)!r} is for other devices than {[*self.slices]}"
                 raise MeshLayoutError(f"plan: {fact}. Give a function of a mesh.")
             # What is for some meshes alone has no rows of the others.
-            names = {row.name for row in rows if not row.error}
-            rows = [row for row in rows if not row.error or row.name not in names]
+            good = {(row.name, row.topology) for row in rows if not row.error}
+            rows = [x for x in rows if not x.error or (x.name, x.topology) not in good]
             rows.sort(key=_order)
             self._say(f"{len(rows)} candidates estimated")
             self._compile(rows, self._chosen(rows))
@@ -152,7 +151,6 @@ class _Search:
     def _say(self, line: str) -> None:
         if self.progress:
             sys.stderr.write(f"plan: {line}\n")
-            sys.stderr.flush()
 
     def _proposals(
         self, target: Slice, candidates: Candidates | None = None
