@@ -203,6 +203,11 @@ def _constant(var: Any) -> Value:
     return Value(shape, fresh_dims(shape))
 
 
+# Their results are their operands, in another form.
+MOVES = {"convert_element_type", "copy", "reduce_precision", "reshape", "transpose"}
+MOVES |= {"squeeze", "expand_dims"}
+
+
 def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     flow.new_bits = 0
@@ -215,7 +220,7 @@ def _operation(flow: Flow, eqn: Equation, args: list[Value]) -> list[Value]:
         made_of(sources, shape, each, flow.new_bits)
         for shape, each in zip(out_shapes(eqn), dims, strict=True)
     ]
-    if name in ("convert_element_type", "copy", "reduce_precision"):
+    if name in MOVES:
         return [replace(results[0], source=args[0].source)]
     return results
 

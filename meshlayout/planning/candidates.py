@@ -2,20 +2,19 @@
 
 import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _checks, parallel
-from meshlayout._annotations import Leaf, PyTree
+import meshlayout
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
 from meshlayout._batches import batch_axes
-from meshlayout.errors import LayoutMapError, MeshError, MeshLayoutError
+from meshlayout.errors import LayoutError, LayoutMapError, MeshError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, create_mesh
 from meshlayout.planning.chips import Slice
@@ -24,8 +23,12 @@ from meshlayout.state.train_state import Optimizer, _transformation
 
 
 Candidates: TypeAlias = Mapping[str, "LayoutMap | Callable[[Mesh], LayoutMap]"]
+_Axes: TypeAlias = tuple[tuple[str, ...], ...]  # that shard each dim of a batch
+# A name, the axes, the microbatches of a pipeline, and code that makes the maps.
+_Way: TypeAlias = tuple[str, Mesh, _Axes, int, Sequence[str]]
 
-_LARGEST_MODEL_AXIS = 16  # what it sends grows with it
+_DATA = "ml.parallel.data_parallel(mesh)"
+_ACTIVATIONS = "activations = ml.LayoutMap(mesh, {{{!r}: {}}}, unused='ignore')"
 
 
 @dataclass
@@ -46,19 +49,16 @@ def meshes(target: Slice, axis: str = "") -> Iterator[Mesh]:
     count, sides = len(target.devices), {size for size in target.grid if size > 1}
     # Part of one side of the grid, or whole sides.
     parts = {n for side in sides for n in range(2, side + 1) if side % n == 0}
-    for number in range(2, len(target.grid)):
-        parts |= {math.prod(x) for x in itertools.combinations(target.grid, number)}
+    parts |= {n * m for n, m in itertools.combinations(target.grid, 2)}
     parts = sorted(n for n in parts if count % n == 0 and 1 < n < count)
-    models = [n for n in parts if n <= _LARGEST_MODEL_AXIS]
+    models = [n for n in parts if n <= 16]  # what it sends grows with it
     shards = [n for n in parts if n in sides or len(sides) == 1]
-    shapes: list[dict[str, int]] = [{"batch": count}]
-    shapes += [{"replica": count // n, "fsdp": n} for n in shards]
-    shapes += [{"batch": count // n, "model": n} for n in models]
-    shapes += [
-        {"replica": count // n // m, "fsdp": n, "model": m}
-        for n, m in itertools.product(shards, models)
-        if count % (n * m) == 0 and n * m < count
-    ]
+    shapes: list[dict[str, int]] = []
+    for n, m in itertools.product([1, *shards], [1, *models]):
+        rest = count // n // m
+        if rest * n * m == count and (rest > 1 or n * m == 1):
+            rows = {"replica": rest, "fsdp": n} if n > 1 else {"batch": rest}
+            shapes.append(rows | {"model": m} if m > 1 else rows)
     if axis:
         shapes = [{"batch": count // n, axis: n} for n in {*models, count} - {1}]
     for shape in shapes:
@@ -68,99 +68,93 @@ def meshes(target: Slice, axis: str = "") -> Iterator[Mesh]:
 
 
 def proposals(
-    target: Slice, values: Mapping[str, object], traits: Traits
+    target: Slice,
+    values: Mapping[str, object],
+    traits: Traits,
+    candidates: Candidates | None = None,
 ) -> Iterator[Row]:
-    """Yields the usual layouts, and those for axes that a model asks for.
+    """Yields a user's candidates; or the usual ones, and those that a model asks for.
 
-    `values` are those of `module` or `build`, of `batch` and of `loss_fn`.
+    What cannot be laid out has an error. `values` are those of `module` or `build`, of
+    `batch` and of `loss_fn`.
     """
-    library = SimpleNamespace(parallel=parallel, LayoutMap=LayoutMap)
+    ways = _given(candidates, target) if candidates else _usual(target, values, traits)
+    for name, mesh, batch, passes, code in ways:
+        known: dict[str, Any] = {**values, "ml": meshlayout, "mesh": mesh}
+        known["layouts"] = known["activations"] = LayoutMap(mesh)
+        known["candidates"], error = candidates, ""
+        with _checks.noted(f"while plan traces the candidate {name!r}"):
+            try:
+                exec("\n".join(code), known)
+            except (LayoutError, LayoutMapError, MeshError) as failure:
+                error = str(failure).splitlines()[0]
+        rows, *others = batch
+        dims = None if rows == batch_axes(mesh) else (rows, ...)
+        dims = batch if others[1:] else dims
+        maps = known["layouts"], known["activations"], batch, dims
+        yield Row(name, target.name, mesh, *maps, tuple(code), passes, error=error)
+
+
+def _given(candidates: Candidates, target: Slice) -> Iterator[_Way]:
+    """Yields maps that are on a slice, and functions of a mesh on all of its meshes."""
+    for name, value in candidates.items():
+        is_map, code = isinstance(value, LayoutMap), f"layouts = candidates[{name!r}]"
+        lines = [code if is_map else f"{code}(mesh)", "mesh = layouts.mesh"]
+        for mesh in [value.mesh] if isinstance(value, LayoutMap) else meshes(target):
+            if {*mesh.devices.flat} <= {*target.devices}:
+                rows = batch_axes(mesh)
+                activations = _ACTIVATIONS.format("carry", f"({rows}, ...)")
+                yield name, mesh, (rows,), 1, [*lines, activations]
+
+
+def _usual(
+    target: Slice, values: Mapping[str, object], traits: Traits
+) -> Iterator[_Way]:
+    """Yields the usual layouts, and those for axes that a model asks for."""
     only = "(batch,)" if isinstance(values["batch"], tuple) else "batch"
     call = f"{next(iter(values))}, {only}, call=loss_fn"
     # What the model asks for is known when the first candidate has been traced.
     for axis in itertools.chain([""], traits.axes):
-        for mesh in meshes(target, axis):
-            batch, ways = _ways(mesh, axis, call, traits)
-            for name, *maps in ways:
-                code = tuple(map("{} = {}".format, ("layouts", "activations"), maps))
-                none, error = LayoutMap(mesh), ""
-                known: dict[str, Any] = {**values, "ml": library, "mesh": mesh}
-                known |= {"layouts": none, "activations": none}
-                try:
-                    with _checks.noted(f"while plan traces the candidate {name!r}"):
-                        exec("\n".join(code), known)
-                except LayoutMapError as failure:  # nothing can be sharded
-                    error = str(failure).splitlines()[0]
-                made = known["layouts"], known["activations"], batch, code
-                number = traits.axes.get(axis, ("", 1))[1]
-                yield Row(name, target.name, mesh, *made, number, error=error)
+        kind, passes = traits.axes.get(axis, ("", 1))
+        if (kind, passes) != ("pipeline", 1):  # whose stages would wait for each other
+            for mesh in meshes(target, axis):
+                for name, batch, *code in _ways(mesh, kind, call, traits):
+                    yield name, mesh, batch, passes, code
 
 
 def _ways(
-    mesh: Mesh, axis: str, call: str, traits: Traits
-) -> tuple[tuple[tuple[str, ...], ...], list[tuple[str, str, str]]]:
-    """Returns the axes that shard batches; then names, and the code of both maps."""
-    rows, both = batch_axes(mesh), "ml.parallel.compose({}, {})".format
+    mesh: Mesh, kind: str, call: str, traits: Traits
+) -> Iterator[tuple[str, _Axes, str, str]]:
+    """Yields names, the axes that shard batches, and the code of both maps."""
+    rows, axis = batch_axes(mesh), mesh.axis_names[-1]
     fsdp = f"ml.parallel.fsdp(mesh, {call})"
-    data, carry = "ml.parallel.data_parallel(mesh)", "carry"
     tensor = f"ml.parallel.tensor_parallel(mesh, {call})"
-    asked, passes = traits.axes.get(axis, ("", 1))
-    batch: tuple[tuple[str, ...], ...] = (rows,)
-    ways = {"fsdp": fsdp, "data": data}
-    if asked == "dispatch":
-        batch, experts = ((*rows, axis),), f"expert_parallel(mesh, {axis!r}, {call})"
-        experts = f"ml.parallel.{experts}"
-        ways = {"fsdp + experts": both(experts, fsdp), "data + experts": experts}
-    elif asked == "pipeline":  # stages would wait for a single microbatch
-        stages = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
-        ways = {"fsdp + stages": both(stages, fsdp), "data + stages": stages}
-        ways = ways if passes > 1 else {}
-    elif asked == "convolution":
-        batch, ways = (rows, (axis,), (), ()), {"data + space": data}
-    elif asked:
-        batch, carry = (rows, (axis,)), "carry|^residual$"
-        fsdp = f"{fsdp[:-1]}, axes={(*rows, axis)})"
-        ways = {"fsdp + context": fsdp, "data + context": data}
-    elif "model" in mesh:
-        ways = {"tensor + fsdp": both(tensor, fsdp), "tensor": tensor}
-        ways = {"tensor + fsdp": both(tensor, fsdp)} if "fsdp" in mesh else ways
-    elif "fsdp" in mesh:
-        ways = {"hybrid fsdp": fsdp}
+    experts = f"ml.parallel.expert_parallel(mesh, {axis!r}, {call})"
+    stages = f"ml.parallel.stages(mesh, {axis!r}, pattern={traits.stacks!r})"
+    label, first, batch = {
+        "": ("", tensor if axis == "model" else "", (rows,)),
+        "dispatch": ("experts", experts, ((*rows, axis),)),
+        "pipeline": ("stages", stages, (rows,)),
+        "convolution": ("space", "", (rows, (axis,), (), ())),
+    }.get(kind, ("context", "", (rows, (axis,))))
+    names, carry = (f"fsdp + {label}", f"data + {label}"), "carry"
+    if label == "context":
+        fsdp, carry = f"{fsdp[:-1]}, axes={(*rows, axis)})", "carry|^residual$"
+    elif label == "space":
+        names, fsdp = names[1:], _DATA
+    elif not label:
+        names = ("tensor + fsdp", "tensor") if first else ("fsdp", "data")
+    if "fsdp" in mesh and not kind:
+        names = (names[0] if first else "hybrid fsdp",)
+    both = f"ml.parallel.compose({first}, {fsdp})" if first else fsdp
     dims = str((*batch, ...)).replace("Ellipsis", "...")
-    text = f"ml.LayoutMap(mesh, {{{carry!r}: {dims}}}, unused='ignore')"
-    every = [(name, code, text) for name, code in ways.items()]
-    if "model" in mesh and "residual" in traits.names:
-        text = f"{tensor[:-1]}, sequence=True) | {{'carry': ({rows}, 'model', ...)}}"
-        names = (name.replace("tensor", "tensor, sequence") for name in ways)
-        every += [(*pair, text) for pair in zip(names, ways.values(), strict=True)]
-    return batch, every
-
-
-def given(candidates: Candidates, target: Slice) -> Iterator[Row]:
-    """Yields a user's candidates: maps, and functions of every mesh that they take."""
-    context: Any = {"where": "plan", "error": MeshLayoutError}
-    context["hint"] = "Give layout maps by name, or functions of a mesh that make them."
-    for name, value in candidates.items():
-        title, maps = f"candidates[{name!r}]", [value]
-        code = [f"layouts = {title}", "mesh = layouts.mesh"]
-        if not isinstance(value, LayoutMap):
-            make = _checks.function(title, value, "mesh", **context)
-            code, maps, every = [f"layouts = {title}(mesh)"], [], [*meshes(target)]
-            for mesh in every:  # some may lack the axes that it is for
-                with contextlib.suppress(MeshLayoutError):
-                    maps.append(make(mesh))
-            with _checks.noted(f"while plan calls the candidate {name!r}"):
-                maps = maps or [make(every[-1])]
-        for layouts in maps:
-            if not isinstance(layouts, LayoutMap):
-                fact = f"plan: {title}(mesh) is {_checks.shown(layouts)}"
-                raise MeshLayoutError(f"{fact}, and not a LayoutMap.")
-            mesh, rows = layouts.mesh, batch_axes(layouts.mesh)
-            text = f"ml.LayoutMap(mesh, {{'carry': ({rows}, ...)}}, unused='ignore')"
-            known = LayoutMap(mesh, {"carry": (rows, ...)}, unused="ignore")
-            made, text = (layouts, known, (rows,)), f"activations = {text}"
-            if {*mesh.devices.flat} <= {*target.devices}:
-                yield Row(name, target.name, mesh, *made, (*code, text))
+    for name, code in zip(names, (both, first or _DATA), strict=False):
+        code = f"layouts = {code}"
+        yield name, batch, code, _ACTIVATIONS.format(carry, dims)
+        if first == tensor and "residual" in traits.names:
+            name = name.replace("tensor", "tensor, sequence")
+            text = f"activations = {tensor[:-1]}, sequence=True)"
+            yield name, batch, code, f"{text} | {{'carry': ({rows}, 'model', ...)}}"
 
 
 def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
@@ -177,17 +171,16 @@ def bfloat16_state(optimizer: Optimizer) -> optax.GradientTransformationExtraArg
     tx = optax.with_extra_args_support(_transformation(optimizer))
 
     def cast(tree: PyTree, source: str, dtype: str) -> PyTree:
-        def leaf(x: Leaf) -> Leaf:
-            return x.astype(dtype) if jnp.ndim(x) and x.dtype == source else x
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.ndim(x) and x.dtype == source else x, tree
+        )
 
-        return jax.tree.map(leaf, tree)
+    def init(params: PyTree) -> PyTree:
+        return cast(tx.init(params), "float32", "bfloat16")
 
     def update(updates: PyTree, state: PyTree, *rest: PyTree, **extra: Any) -> Any:
         whole = cast(state, "bfloat16", "float32")
         updates, state = tx.update(updates, whole, *rest, **extra)
         return updates, cast(state, "float32", "bfloat16")
-
-    def init(params: PyTree) -> PyTree:
-        return cast(tx.init(params), "float32", "bfloat16")
 
     return optax.GradientTransformationExtraArgs(init, update)

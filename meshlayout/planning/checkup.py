@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.request import getproxies_environment, proxy_bypass
 
 import jax
 
@@ -29,6 +30,7 @@ _EXTRAS = {  # what they install
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
 }
 _PLUGINS = [f"jax-cuda{x}-{part}" for x in (12, 13) for part in ("plugin", "pjrt")]
+_NAMES = ["meshlayout", "jax", "jaxlib", "flax", "optax", "libtpu", *_PLUGINS]
 # As "jaxlib<=0.10.2,>=0.10.2" and "libtpu==0.0.42.*; extra == 'tpu'".
 _PIN = r"^(jaxlib(?=[^;\n]*$)|libtpu|jax-cuda\d+-\w+)[^<=>\n]*([<=>][^ ;\n]*)"
 
@@ -77,51 +79,44 @@ def doctor(*, needs: str | Sequence[str] = ()) -> Checkup:
     needs = [needs] if isinstance(needs, str) else needs
     for extra in needs:
         _checks.choice("needs", extra, _EXTRAS, where="doctor")
-    versions, devices, failure = _versions(), [], ""
-    try:
-        devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
-        failure = str(error).partition("\n")[0].rstrip(".") or "none that was asked for"
+    devices, versions, count, mesh = [], {"Python": platform.python_version()}, 1, ""
+    for name in [*_NAMES, *(x for extra in _EXTRAS.values() for x in extra)]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if devices and devices[0].platform != "cpu":
-        memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
-    processes = 1 if failure else _jax.process_count()
-    mesh = f'ml.create_mesh({{"batch": {len(devices) * processes}}})' if devices else ""
     findings = [*_packages(versions, needs), *_network()]
-    if failure:
+    try:
+        devices, count = jax.local_devices(), _jax.process_count()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one has started
+        fact = str(error).partition("\n")[0].rstrip(".") or "none that was asked for"
         fix = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or"
         fix = f"{fix} install what it asks for, and look at the log"
-        findings.append((True, f"JAX starts no devices ({failure}); {fix}."))
-    elif devices[0].platform == "cpu":
-        findings += _cpus(len(devices), versions)
+        findings.append((True, f"JAX starts no devices ({fact}); {fix}."))
+    else:
+        mesh = f'ml.create_mesh({{"batch": {len(devices) * count}}})'
+        if devices[0].platform == "cpu":
+            findings += _cpus(len(devices), versions)
+        else:
+            memory = int((devices[0].memory_stats() or {}).get("bytes_limit", 0))
     tables = findings, _advice(len(devices))
     texts = ([text for holds, text in table if holds] for table in tables)
     kinds = [device.device_kind for device in devices]
-    return Checkup(versions, kinds, memory, processes, mesh, *texts)
-
-
-def _versions() -> dict[str, str]:
-    names = ["meshlayout", "jax", "jaxlib", "flax", "optax", "libtpu", *_PLUGINS]
-    versions = {"Python": platform.python_version(), "jax": jax.__version__}
-    for name in [*names, *(x for extra in _EXTRAS.values() for x in extra)]:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    return Checkup(versions, kinds, memory, count, mesh, *texts)
 
 
 def _packages(versions: Mapping[str, str], needs: Sequence[str]) -> _Findings:
     """Yields what does not fit, and what is missing for the extras."""
-    for owner in [name for name in ("jax", *_PLUGINS) if name in versions]:
+    for owner in [x for x in ("jax", *_PLUGINS) if x in versions]:
         lines = "\n".join(metadata.requires(owner) or ())
         for name, pin in re.findall(_PIN, lines, re.MULTILINE):
-            bounds = sorted(map(_numbers, pin.split(",")))
-            version = versions.get(name, pin)
-            fits = bounds[0] <= _numbers(version)[: len(bounds[0])] <= bounds[-1]
+            bounds, version = sorted(map(_numbers, pin.split(","))), versions.get(name)
+            numbers = _numbers(version or pin)[: len(bounds[0])]
             fact = f"jax {versions['jax']} and {name} {version} do not fit"
+            fits = bounds[0] <= numbers <= bounds[-1]
             yield not fits, f"{fact}: pip install '{name}{pin}'."
     for extra in needs:
+        fix = f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'"
         for name in _EXTRAS[extra]:
-            fix = f"pip install 'meshlayout[{extra}] @ git+{_checks.HOME}'"
             yield name not in versions, f"{name} is not installed: {fix}."
 
 
@@ -153,16 +148,11 @@ def _cpus(count: int, versions: Mapping[str, str]) -> _Findings:
 
 def _network() -> _Findings:
     """Yields what may be wrong on the way to the coordinator."""
-    given = {name.lower(): value for name, value in os.environ.items() if value}
-    host, _ = split_address(given.get("jax_coordinator_address")) or ("", 0)
-    proxy = min({"grpc_proxy", "https_proxy", "http_proxy"} & given.keys(), default="")
-    direct = f"{given.get('no_grpc_proxy')},{given.get('no_proxy')}".replace(" ", ",")
-    is_direct = any(end and host.endswith(end) for end in direct.split(","))
+    host, _ = split_address(os.environ.get("JAX_COORDINATOR_ADDRESS")) or ("", 0)
+    proxy = min({"grpc", "https", "http"} & getproxies_environment().keys(), default="")
     fix = f"add {host} to no_proxy, or call ml.initialize(), which does"
-    yield (
-        proxy and host and not is_direct,
-        f"{proxy} is a proxy before the coordinator: {fix}.",
-    )
+    is_between = proxy and host and not proxy_bypass(host)
+    yield is_between, f"{proxy}_proxy is a proxy before the coordinator: {fix}."
 
 
 def _advice(count: int) -> _Findings:
@@ -173,8 +163,8 @@ def _advice(count: int) -> _Findings:
     cache = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     yield not cache, "nothing compiled is kept: set JAX_COMPILATION_CACHE_DIR."
     data = Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
-    fact = "TensorFlow Datasets has no directory"
-    yield not data.is_dir(), f"{fact}: set TFDS_DATA_DIR."
+    fix = "TensorFlow Datasets has no directory: set TFDS_DATA_DIR."
+    yield not data.is_dir(), fix
 
 
 def _numbers(version: str) -> list[int]:

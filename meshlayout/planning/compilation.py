@@ -9,14 +9,13 @@ import hashlib
 import io
 import os
 import pickle
-import resource
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 
@@ -24,18 +23,11 @@ from meshlayout import _jax
 from meshlayout.planning.chips import describe_devices, memory_refusal
 
 
+# A number, a program, its devices in the order of the mesh, and the topology that
+# describes them, or their platform if they are here.
+Job: TypeAlias = tuple[int, tuple[jax.stages.Lowered, Sequence[_jax.Device], str]]
+
 _PROGRAM = "import pickle, sys; f, *x = pickle.load(sys.stdin.buffer); f(*x)"
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """A lowered program to compile, for a topology or for devices that are here."""
-
-    module: bytes
-    topology: str  # empty for devices that are here
-    ids: tuple[int, ...]  # of the devices, in the order of the mesh
-    key: str  # of its outcome, by text and compiler
-    devices: tuple[_jax.Device, ...] = ()  # that are here
 
 
 @dataclass(frozen=True)
@@ -46,98 +38,82 @@ class Outcome:
     peak_bytes: float = 0.0  # arguments, new results, temporaries and code
     memory_bytes: float = 0.0  # that there is, if it was refused for memory
     error: str = ""  # the compiler's first line
-    compile_s: float = 0.0
-    host_bytes: int = 0  # that the process took at the most
-
-
-def job_of(
-    lowered: jax.stages.Lowered, devices: Sequence[_jax.Device], topology: str
-) -> Compilation:
-    """Returns what there is to know about a compilation."""
-    bytecode, module = io.BytesIO(), lowered.compiler_ir("stablehlo")
-    getattr(module, "operation").write_bytecode(file=bytecode)  # noqa: B009
-    ids = tuple(int(device.id) for device in devices)
-    version = devices[0].client.platform_version
-    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    # The text has no lines of code, which would change with every edit.
-    facts = repr([jax.__version__, version, flags, topology, ids]) + lowered.as_text()
-    key = hashlib.sha256(facts.encode()).hexdigest()
-    here = () if topology else tuple(devices)
-    return Compilation(bytecode.getvalue(), topology, ids, key, here)
 
 
 def compile_all(
-    jobs: Iterator[tuple[int, Compilation]], cache: Path, workers: int
+    jobs: Iterator[Job], cache: Path, workers: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """Compiles jobs as they come, and yields what came of each, in any order.
+    """Compiles programs, and yields what came of each, in their order.
 
-    A job is taken when there is room for it. If the caller stops, processes are ended.
+    One is taken when there is room for it. If the caller stops, processes are ended.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    running: dict[Future[Outcome], int] = {}
-    processes: list[subprocess.Popen[bytes]] = []
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            while True:
-                while len(running) < workers and (next_job := next(jobs, None)):
-                    index, job = next_job
-                    target, process = cache / job.key, None
-                    if job.topology and not target.exists():
-                        process = _process()
-                        processes.append(process)
-                    future = threads.submit(_outcome, job, target, process)
-                    running[future] = index
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            for process in processes:
-                process.kill()
-
-
-def _process() -> "subprocess.Popen[bytes]":
-    """Starts a process that calls a function of its input."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C ends the plan, which then ends these
-    )
-
-
-def _outcome(
-    job: Compilation, target: Path, process: "subprocess.Popen[bytes] | None"
-) -> Outcome:
-    """Waits for what comes of a compilation, which may be known already."""
-    if process is not None:
-        _, log = process.communicate(pickle.dumps((_compile, job, target)))
-        if not target.exists():
-            status = f"the compiler ended with status {process.returncode}"
-            return Outcome(error=": ".join([status, *log.decode().splitlines()[-1:]]))
-    elif not target.exists():
-        _compile(job, target)
-    return pickle.loads(target.read_bytes())
-
-
-def _compile(job: Compilation, target: Path) -> None:
-    """Compiles in this process, and writes what came of it."""
-    devices = {x.id: x for x in job.devices or describe_devices(job.topology)}
-    start = time.monotonic()
+    running: list[tuple[int, Path, subprocess.Popen[bytes] | None]] = []
     try:
-        text, sizes = _jax.compile_module(job.module, [devices[x] for x in job.ids])
+        while True:
+            while len(running) < workers and (job := next(jobs, None)):
+                running.append((job[0], *_started(cache, *job[1])))
+            if not running:
+                return
+            index, target, process = running[0]
+            log = process.communicate()[1].decode() if process else ""
+            del running[0]
+            if target.exists():
+                yield index, pickle.loads(target.read_bytes())
+            elif process:
+                status = f"the compiler ended with status {process.returncode}"
+                yield index, Outcome(error=": ".join([status, *log.splitlines()[-1:]]))
+    finally:
+        for _, _, process in running:
+            if process:
+                process.kill()
+                process.communicate()
+
+
+def _started(
+    cache: Path, lowered: jax.stages.Lowered, devices: Sequence[_jax.Device], place: str
+) -> tuple[Path, "subprocess.Popen[bytes] | None"]:
+    """Returns the file of a program's outcome, and the process that will write it."""
+    ids, module = tuple(int(x.id) for x in devices), lowered.compiler_ir("stablehlo")
+    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    version = devices[0].client.platform_version
+    # The text has no lines of code, which would change with every edit.
+    facts = repr([jax.__version__, version, flags, place, ids]) + lowered.as_text()
+    target = cache / hashlib.sha256(facts.encode()).hexdigest()
+    if target.exists():
+        return target, None
+    getattr(module, "operation").write_bytecode(file=(file := io.BytesIO()))  # noqa: B009
+    if ":" not in place:
+        _compile(file.getvalue(), place, ids, target)
+        return target, None
+    path = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryFile() as source:
+        pickle.dump((_compile, file.getvalue(), place, ids, target), source)
+        source.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+            stdin=source,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C ends the plan, which then ends these
+        )
+    return target, process
+
+
+def _compile(module: bytes, place: str, ids: Sequence[int], target: Path) -> None:
+    """Compiles in this process, and writes what came of it."""
+    every = describe_devices(place) if ":" in place else jax.devices(place)
+    devices = {device.id: device for device in every}
+    try:
+        text, sizes = _jax.compile_module(module, [devices[x] for x in ids])
     except jax.errors.JaxRuntimeError as error:
-        refusal, line = memory_refusal(error) or (0.0, 0.0), str(error).splitlines()[0]
-        outcome = Outcome("", *refusal, line, time.monotonic() - start)
+        refusal = memory_refusal(error) or (0.0, 0.0)
+        outcome = Outcome("", *refusal, str(error).splitlines()[0])
     else:
         names = ("argument", "output", "temp", "generated_code", "alias")
         *parts, alias = (getattr(sizes, f"{name}_size_in_bytes") for name in names)
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        seconds = time.monotonic() - start
-        outcome = Outcome(text, sum(parts) - alias, 0.0, "", seconds, host)
+        outcome = Outcome(text, sum(parts) - alias)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     partial.write_bytes(pickle.dumps(outcome))
     partial.replace(target)

@@ -66,16 +66,15 @@ def compile_for(
         target = create_mesh(axes, devices=describe_devices(target))
     mesh = as_mesh(target)
 
-    def moved(leaf: Leaf, layout: Sharding | None = None) -> Any:
-        if isinstance(given := layout_of(leaf), NamedSharding):
+    def moved(value: Any, layout: Sharding | None = None) -> Any:
+        if isinstance(value, Rule):
+            return replace(value, layout=moved(value.layout))
+        if isinstance(value, Layout):
+            return replace(value, mesh=mesh)
+        if isinstance(given := layout_of(value), NamedSharding):
             kind = "pinned_host" if given.memory_kind == "pinned_host" else None
             layout = Layout(given.spec, mesh, memory_kind=kind).sharding
-        return _abstract(leaf, layout)
-
-    def moved_rule(rule: Any) -> Any:
-        if isinstance(rule, Rule):
-            return replace(rule, layout=moved_rule(rule.layout))
-        return replace(rule, mesh=mesh) if isinstance(rule, Layout) else rule
+        return _abstract(value, layout)
 
     # A batch from the host has no layout: the step gives it one.
     whole = mesh.layout(...).sharding
@@ -83,8 +82,8 @@ def compile_for(
     state = jax.tree.map(lambda leaf: moved(leaf, whole), state)
     rest, kwargs = jax.tree.map(moved, (rest, kwargs))
     if (layouts := step._options["layouts"]) and layouts.mesh != mesh:
-        rules = {pattern: moved_rule(rule) for pattern, rule in layouts.items()}
-        options = layouts._arguments() | {"mesh": mesh, "rules": rules, "default": None}
+        options = layouts._arguments() | {"mesh": mesh, "default": None}
+        options["rules"] = {pattern: moved(rule) for pattern, rule in layouts.items()}
         step = copy.copy(step)  # for `constrain`, which has no default
         step._options = step._options | {"layouts": LayoutMap(**options)}
     try:  # JAX's cache cannot read programs for devices that are not here

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.planning.candidates import Traits, bfloat16_state
 from meshlayout.planning.chips import Chip
 from meshlayout.planning.compilation import Outcome
-from meshlayout.planning.estimate import StepTrace, estimate
+from meshlayout.planning.estimate import StepTrace, estimate, seconds_of
 from meshlayout.planning.rows import Row
 from meshlayout.planning.schedule import replay
 from meshlayout.state import TrainState
@@ -51,16 +50,15 @@ class Problem:
         if (count := options.pop("steps_per_call", 1)) > 1:  # costs are of one step
             first = functools.partial(jax.tree.map, lambda x: x[0])
             batch = jax.eval_shape(first, stacked(batch, count))
-        # Arrays abstract, and of the dtypes that steps take them in.
         self.options, self.traits = options, Traits()
+        # Arrays abstract, and of the dtypes that steps take them in.
         self.batch = jax.eval_shape(lambda x: x, batch)
-        leaves, integer = jax.tree.leaves(self.batch), jnp.integer
-        texts = [x for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, integer)]
-        tokens = max((x.size for x in texts), default=0)
-        facts = {"rows": num_examples(self.batch), "tokens": tokens}
-        self.facts: dict[str, Any] = {**facts, "given": given}
+        texts = [x for x in jax.tree.leaves(self.batch) if x.ndim == 2]
+        texts = [x for x in texts if jnp.issubdtype(x.dtype, jnp.integer)]
+        self.num_tokens = max((x.size for x in texts), default=0)
         # What the code of candidates takes, with what is called first.
         self.values: dict[str, object] = {"build": self.build}
+        self.facts: dict[str, Any] = {"given": given}
         if self.module:
             self.values = {"module": self.module}
             self.facts["create"] = "build, optimizer, layouts, module=module"
@@ -97,10 +95,9 @@ class Problem:
         trace = StepTrace(traced, state, self.batch)
         if trace.convolves and {x.ndim for x in jax.tree.leaves(self.batch)} <= {1, 4}:
             self.traits.axes["height"] = "convolution", 1
-        paths = [leaf.path for leaf in _paths.flatten(state.params).leaves]
-        looped = [paths[index] for index, use in trace.uses.items() if use.turns > 1]
-        names = dict.fromkeys(path.split("/")[0] for path in looped)
-        self.traits.stacks = f"^(params/)?({'|'.join(names)})/"
+        pairs = zip(_paths.flatten(state.params).leaves, trace.params, strict=False)
+        names = {leaf.path.split("/")[0] for leaf, x in pairs if trace.use(x)[0] > 1}
+        self.traits.stacks = f"^(params/)?({'|'.join(sorted(names))})/"
         return trace
 
     def _note(self, name: str, shape: tuple[int, ...], _: object) -> tuple[None, ...]:
@@ -110,13 +107,16 @@ class Problem:
     def estimate(self, row: Row, chip: Chip) -> Row:
         """Returns a candidate with its estimate, or why it cannot be estimated."""
         memory = min(row.memory_bytes, chip.memory_bytes)
-        row = replace(row, memory_bytes=memory, **self.facts)
-        options = self.options_of(row)
+        row, options = (
+            replace(row, memory_bytes=memory, **self.facts),
+            self.options_of(row),
+        )
         if row.error:
             return row
         trace, count = self.trace(options["remat"]), options["accumulate"]
-        if row.rows % (row.num_row_shards * count):
-            line = f"{row.rows} examples do not divide over {', '.join(row.batch[0])}"
+        num_rows, axes = num_examples(self.batch), row.batch[0]
+        if num_rows % (row.mesh.axis_size(axes) * count):
+            line = f"{num_rows} examples do not divide over {', '.join(axes)}"
             return replace(row, error=f"{line} and {count} microbatches.")
         traced = self.described(row.is_bfloat16)._traced
         try:
@@ -125,53 +125,48 @@ class Problem:
             return replace(row, error=str(error).splitlines()[0])
         row = replace(row, state=state)
         cost = estimate(trace, row, chip, self.hop_s, count, options["remat"])
-        facts = {"sent": cost.sent, "peak_bytes": cost.peak_bytes, "parts": cost.parts}
-        return self._timed(replace(row, estimate=cost, **facts), cost.seconds, chip)
+        facts = {"sent": cost.sent, "peak_bytes": cost.peak_bytes, "estimate": cost}
+        return self._timed(replace(row, **facts), cost.parts, chip)
 
     def measure(self, row: Row, outcome: Outcome, chip: Chip) -> Row:
         """Returns an estimated candidate with what the compiler said."""
-        names = "error", "compile_s", "host_bytes", "peak_bytes", "memory_bytes"
+        names = "error", "peak_bytes", "memory_bytes"
         facts = {name: getattr(outcome, name) or getattr(row, name) for name in names}
         row = replace(row, source="compiled", **facts)
         if outcome.error:
             unknown: Any = {"bound": "", "sent": {}, "parts": {}}
-            return replace(row, step_s=math.nan, utilization=math.nan, **unknown)
+            rates = "step_s", "utilization", "examples_per_s", "tokens_per_s"
+            return replace(row, **unknown, **dict.fromkeys(rates, math.nan))
         communication = read_communication(outcome.text, row.mesh)
         sent = {k: float(x.wire_bytes) for k, x in communication.by("axes").items()}
+        parts = replay(outcome.text, chip, hop_s=self.hop_s).parts
+        # No compiler estimates the time of copies between the host and the device.
+        parts["wait: host memory"] = row.parts["wait: host memory"]
         if chip.clock_hz is None:
-            seconds, waits = row.estimate.seconds, defaultdict[str, float](float)
-            parts = {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
-            for each in communication.collectives:
-                wire_s = each.wire_bytes / chip.ring_bytes_per_s
-                name = f"wait: {each.kind}, {each.module or each.source}"
-                waits[name] += wire_s + self.hop_s * each.times
-            row = replace(row, source="roofline", sent=sent, parts={**parts, **waits})
-            return self._timed(row, {**seconds, "network": sum(waits.values())}, chip)
-        schedule = replay(outcome.text, chip, hop_s=self.hop_s)
-        computing = min(row.estimate.seconds["compute"], schedule.compute_s)
-        # What computing takes beyond its FLOPs is for memory.
-        seconds = {"compute": computing, "memory": schedule.compute_s - computing}
-        seconds["network"] = schedule.total_s - schedule.compute_s
-        # The compiler estimates no time for copies between the host and the device.
-        name, parts = "wait: host memory", dict(schedule.parts)
-        if host_s := row.parts.get(name, 0.0):
-            parts[name] = host_s
-            seconds["network"] += host_s
-        row = replace(row, sent=sent, parts=parts)
-        return self._timed(row, seconds, chip)
+            row = replace(row, source="roofline")
+            parts |= {k: x for k, x in row.parts.items() if not k.startswith("wait: ")}
+        return self._timed(replace(row, sent=sent), parts, chip)
 
-    def _timed(self, row: Row, seconds: Mapping[str, float], chip: Chip) -> Row:
-        """Returns a row with its time, and what that is bound by."""
-        step_s, bound = sum(seconds.values()), max(seconds, key=lambda x: seconds[x])
+    def _timed(self, row: Row, parts: Mapping[str, float], chip: Chip) -> Row:
+        """Returns a row with the parts of its time, and what bounds it."""
+        step_s = sum(parts.values())
+        seconds = seconds_of(parts, row.estimate.seconds["compute"])
         # Without what candidates compute again.
         flops = self.trace(self.options.get("remat", "none")).flops
-        used = flops / (step_s * row.mesh.size * chip.flops_per_s)
-        return replace(row, step_s=step_s, bound=bound, utilization=used)
+        return replace(
+            row,
+            parts=parts,
+            step_s=step_s,
+            bound=max(seconds, key=seconds.__getitem__),
+            utilization=flops / (step_s * row.mesh.size * chip.flops_per_s),
+            examples_per_s=num_examples(self.batch) / step_s,
+            tokens_per_s=self.num_tokens / step_s,
+        )
 
     def lower(self, row: Row) -> jax.stages.Lowered:
         """Returns the step of a candidate, to compile."""
         step, batch = make_train_step(self.loss_fn, **self.options_of(row)), self.batch
-        if row.batch_dims is not None:
+        if row.batch_dims:
             layout = row.mesh.layout(*row.batch_dims)
             batch: Batch = jax.tree.map(
                 lambda x: x.update(sharding=leaf_layout(layout, x.ndim).sharding), batch

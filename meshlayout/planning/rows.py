@@ -1,5 +1,6 @@
 """The result of `plan`: candidates, their cost, and the parts of their time."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,6 @@ from typing import Any, Literal
 
 from meshlayout import _render
 from meshlayout._annotations import PyTree
-from meshlayout._batches import batch_axes
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, sizes_text
@@ -19,7 +19,7 @@ _BFLOAT16 = "optimizer = ml.planning.bfloat16_state(optimizer)"
 _HEADERS = ("topology", "mesh", "layouts", "memory", "step", "bound")
 _HEADERS = (*_HEADERS, "examples per s", "MFU", "sent", "")
 _FACTS = """topology source step_s bound peak_bytes memory_bytes utilization error sent
-    compile_s host_bytes fits examples_per_s tokens_per_s"""
+    fits examples_per_s tokens_per_s step_options"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Row:
     layouts: LayoutMap
     activations: LayoutMap  # for the step: of what loops carry, and between blocks
     batch: tuple[tuple[str, ...], ...]  # the axes that shard each dim of a batch
-    code: tuple[str, ...] = ()  # that makes the maps
+    batch_dims: tuple[Any, ...] | None  # the same, if they are not the usual ones
+    code: tuple[str, ...]  # that makes the maps
     microbatches: int = 1  # of a pipeline
     create: str = "build, optimizer, layouts"  # what `TrainState.create` takes
     given: Mapping[str, Any] = field(default_factory=dict)  # options for all candidates
@@ -54,17 +55,15 @@ class Row:
     state: PyTree = None  # abstract, in its layouts
     error: str = ""  # why there is no program: the compiler's first line
     source: Literal["estimated", "compiled", "roofline"] = "estimated"
-    rows: int = 0  # of a global batch
-    tokens: int = 0  # of a global batch
     memory_bytes: float = math.inf  # that each device has
     peak_bytes: float = math.nan  # that each device holds at the most
     step_s: float = math.nan
+    examples_per_s: float = math.nan  # on all devices, like the next
+    tokens_per_s: float = math.nan
     bound: str = ""  # "compute", "memory" or "network": what takes the most time
     utilization: float = math.nan  # model FLOPs as a share of what devices could do
     sent: Mapping[str, float] = field(default_factory=dict)  # by each device, by axes
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds
-    compile_s: float = 0.0
-    host_bytes: int = 0  # that the compilation took
     estimate: Estimate = Estimate({}, math.nan, {}, {})  # of before the compilation
 
     def with_options(self, **options: object) -> "Row":
@@ -74,12 +73,14 @@ class Row:
     def offloaded(self) -> "Row":
         """Returns the same candidate with the optimizer's state on the host."""
         rule = zero_rule(self.mesh, memory_kind="pinned_host")
-        layouts = self.layouts | {"^opt_state/": rule}
-        return replace(self, layouts=layouts, state=None, code=(*self.code, _OFFLOAD))
+        layouts, name = self.layouts | {"^opt_state/": rule}, "optimizer on the host"
+        code = (*self.code, _OFFLOAD)
+        return replace(self, name=f"{self.name}, {name}", layouts=layouts, code=code)
 
     def in_bfloat16(self) -> "Row":
         """Returns the same candidate with the optimizer's state in bfloat16."""
-        return replace(self, state=None, code=(*self.code, _BFLOAT16))
+        name = f"{self.name}, optimizer in bfloat16"
+        return replace(self, name=name, code=(*self.code, _BFLOAT16))
 
     @property
     def is_bfloat16(self) -> bool:
@@ -87,39 +88,16 @@ class Row:
         return _BFLOAT16 in self.code
 
     @property
-    def num_row_shards(self) -> int:
-        """Into how many shards the rows of a batch are divided."""
-        return self.mesh.axis_size(self.batch[0])
-
-    @property
-    def batch_dims(self) -> tuple[Any, ...] | None:
-        """How each dim of batches is sharded, if not over the usual axes of rows."""
-        rows, *others = self.batch
-        if len(others) > 1:  # images
-            return self.batch
-        return None if rows == batch_axes(self.mesh) else (rows, ...)
-
-    @property
     def fits(self) -> bool:
         """Whether there is a program, and it fits each device's memory."""
         return not self.error and not self.peak_bytes > self.memory_bytes
-
-    @property
-    def examples_per_s(self) -> float:
-        """Examples per second on all devices."""
-        return self.rows / self.step_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second on all devices."""
-        return self.tokens / self.step_s
 
     def to_code(self) -> str:
         """Returns Python that makes the mesh, the maps, the state and the step."""
         axes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.shape.items())
         lines = ["import meshlayout as ml", "", f"mesh = ml.create_mesh({{{axes}}})"]
         lines += [*self.code, f"state = ml.TrainState.create({self.create})"]
-        if self.batch_dims is not None:
+        if self.batch_dims:
             dims = str(self.batch_dims).replace("Ellipsis", "...")
             lines.append(f"batch_layout = mesh.layout{dims}")
         call = "ml.make_train_step(loss_fn, layouts=activations"
@@ -131,16 +109,13 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON; numbers that are not known are None."""
         facts: dict[str, Any] = {x: getattr(self, x) for x in _FACTS.split()}
-        for name, value in facts.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                facts[name] = None
-        facts |= {"name": str(self), "step_options": dict(self.step_options)}
-        return {**facts, "mesh": dict(self.mesh.shape), "code": self.to_code()}
+        facts |= {"name": str(self), "mesh": dict(self.mesh.shape)}
+        text = json.dumps({**facts, "code": self.to_code()}, default=dict)
+        return json.loads(text, parse_constant=lambda _: None)
 
     def __str__(self) -> str:
-        texts = [self.name, *(f"{name}={x}" for name, x in self.step_options.items())]
-        texts += ["optimizer on the host"] * (_OFFLOAD in self.code)
-        return ", ".join(texts + ["optimizer in bfloat16"] * self.is_bfloat16)
+        options = (f"{name}={x}" for name, x in self.step_options.items())
+        return ", ".join([self.name, *options])
 
     def __repr__(self) -> str:
         cells = [x for x in (*self.cells()[3:6], self.source) if x]
@@ -148,14 +123,14 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns the texts of a line in a table; see `Ranking`."""
-        room = self.memory_bytes - self.peak_bytes
-        fits = "fits" if self.fits else "too large" if room < 0 else self.error[:72]
-        if math.isfinite(room) and (self.fits or room < 0):
-            side = "left" if self.fits else "over"
-            fits += f", {_render.bytes_text(abs(room))} {side}"
+        room, fits = self.memory_bytes - self.peak_bytes, self.error[:72] or "fits"
+        if room < 0:
+            fits = f"too large, {_render.bytes_text(-room)} over"
+        elif self.fits and math.isfinite(room):
+            fits += f", {_render.bytes_text(room)} left"
         step, *rates = ["", "", ""]
         if not math.isnan(self.step_s):
-            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens else ""
+            tokens = f" ({self.tokens_per_s:,.0f} tokens)" if self.tokens_per_s else ""
             rates = [f"{self.examples_per_s:,.0f}{tokens}", f"{self.utilization:.0%}"]
             step = f"{self.step_s * 1e3:.4g} ms"
         sent = (f"{k} {_render.bytes_text(x)}" for k, x in self.sent.items())
@@ -187,29 +162,18 @@ class Ranking:
         for row in (*self.rows, *self.changes):
             if row.fits:
                 return row
-        errors = [row.error for row in self.rows if row.error]
-        why = errors[0] if errors else "take a larger slice."
+        errors = (row.error for row in self.rows if row.error)
+        why = next(errors, "take a larger slice.")
         raise MeshLayoutError(f"no candidate fits, and no change of one: {why}")
 
     def explain(self, row: Row | int = 0) -> str:
-        """Returns the parts of the time of a row, or of the row with an index.
-
-        Another value is a MeshLayoutError.
-        """
-        count = len(self.rows)
-        if isinstance(row, int) and row in range(count):
-            row = self.rows[row]
-        if not isinstance(row, Row):
-            msg = (
-                f"explain takes a row or the index of one of {count} rows, got {row!r}."
-            )
-            raise MeshLayoutError(msg)
+        """Returns the parts of the time of a row, or of the row with an index."""
+        row = self.rows[row] if isinstance(row, int) else row
         total = sum(row.parts.values())
         parts = sorted(row.parts.items(), key=lambda x: -x[1])
         parts = [*parts[:30], ("everything else", sum(x for _, x in parts[30:]))]
         lines = [[k, f"{x * 1e3:.4f} ms", f"{x / total:.1%}"] for k, x in parts if x]
-        headers = ["what", "time", "share"]
-        return _render.text_table(headers, lines, "lrr", [repr(row)])
+        return _render.text_table(["what", "time", "share"], lines, "lrr", [repr(row)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns values by name, for JSON."""

@@ -6,20 +6,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 from flax import linen as nn
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.errors import MeshLayoutError
 from meshlayout.mesh import Mesh
-from meshlayout.planning import candidates as ways
+from meshlayout.planning.candidates import Candidates, proposals
 from meshlayout.planning.chips import Slice
-from meshlayout.planning.compilation import Compilation, compile_all, job_of
+from meshlayout.planning.compilation import Job, compile_all
 from meshlayout.planning.problem import Problem
 from meshlayout.planning.rows import Ranking, Row
 from meshlayout.state.train_state import Optimizer
@@ -40,7 +41,7 @@ def plan(
     *,
     optimizer: Optimizer,
     topology: "str | Mesh | Sequence[str | Mesh]",
-    candidates: ways.Candidates | None = None,
+    candidates: Candidates | None = None,
     budget_s: float | None = None,
     module: nn.Module | None = None,
     workers: int | None = None,
@@ -58,15 +59,14 @@ def plan(
     Args:
         build: As for `TrainState.create`, like `optimizer` and `module`.
         loss_fn: As for `make_train_step`, like `step_options`, for all candidates.
-        batch: One global batch, or the batches of a call with `steps_per_call`, of
-            which one is planned; `jax.ShapeDtypeStruct` suffices.
+        batch: One global batch, or those of a call with `steps_per_call`, of which one
+            is planned; `jax.ShapeDtypeStruct` suffices.
         optimizer: An Optax transformation.
         topology: A TPU slice, such as `"v5e:16x16"`, GPUs, such as `"h100:8"`, or a
             mesh of devices here; or several of these, compared per device.
         candidates: Layout maps by name, or functions of a mesh that return one. By
-            default, data, fully sharded and tensor parallelism and their compositions
-            on meshes of one to three axes, and those that the model asks for:
-            sequences, experts and stages over the axes that it names.
+            default, data, fully sharded and tensor parallelism and their compositions,
+            and sequences, experts and stages over axes that the model names.
         budget_s: The seconds within which compilations may start; by default, 4 to 12
             are compiled, as long as another is estimated to be faster.
         module: The module, for Linen.
@@ -84,10 +84,8 @@ def plan(
     Examples:
         >>> import jax, optax, meshlayout as ml
         >>> from flax import nnx
-        >>> def build():
-        ...     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        >>> def loss_fn(model, x):
-        ...     return model(x) ** 2
+        >>> build = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, x: model(x) ** 2
         >>> x, sgd = jax.ShapeDtypeStruct((16, 8), "float32"), optax.sgd(0.1)
         >>> options = {"topology": ml.create_mesh(), "budget_s": 0, "progress": False}
         >>> ranking = ml.plan(build, loss_fn, x, optimizer=sgd, **options)
@@ -95,23 +93,25 @@ def plan(
         (True, 'estimated')
     """
     where: Any = {"where": "plan", "error": MeshLayoutError}
-    deadline = math.inf
     if budget_s is not None:
         budget_s = _checks.number("budget_s", budget_s, at_least=0, **where)
-        deadline = time.monotonic() + budget_s
-    count = _num_workers() if workers is None else workers
-    count = _checks.count("workers", count, **where)
+    deadline = time.monotonic() + (math.inf if budget_s is None else budget_s)
+    if workers is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        workers = max(1, min((os.cpu_count() or 1) // 2, memory // _HOST_BYTES))
+    workers = _checks.count("workers", workers, **where)
     hop_s = _checks.number("hop_s", hop_s, at_least=0, **where)
     make_train_step(loss_fn, **step_options)  # checks them
     if candidates is not None and not isinstance(candidates, Mapping):
         msg = f"candidates must be a dict by names, got {_checks.shown(candidates)}."
         raise MeshLayoutError(f"plan: {msg}")
-    is_list = isinstance(topology, Sequence) and not isinstance(topology, str)
-    targets: Any = topology if is_list else [topology]
-    slices = {x.name: x for x in map(Slice.of, targets)}
+    is_one = isinstance(topology, (str, Mesh, jax.sharding.Mesh))
+    slices = map(Slice.of, [topology] if is_one else topology)
     folder = Path(cache or Path.home() / ".cache" / "meshlayout" / "plan")
     problem = Problem(build, loss_fn, batch, optimizer, module, step_options, hop_s)
-    return _Search(problem, slices, deadline, count, folder, progress).run(candidates)
+    named = {target.name: target for target in slices}
+    search = _Search(problem, named, deadline, workers, folder, progress)
+    return search.run(candidates)
 
 
 @dataclass
@@ -126,26 +126,21 @@ class _Search:
     progress: bool
     notes: list[str] = field(default_factory=list)
 
-    def run(self, candidates: ways.Candidates | None) -> Ranking:
-        start, rows, changes = time.monotonic(), list[Row](), list[Row]()
+    def run(self, candidates: Candidates | None) -> Ranking:
+        rows, changes = list[Row](), list[Row]()
         try:
             for target in [*self.slices.values()]:
-                proposals = self._proposals(target)
-                if candidates is not None:
-                    proposals = ways.given(candidates, target)
-                for row in proposals:
+                for row in self._proposals(target, candidates):
                     with _checks.noted(f"while plan traces the candidate '{row}'"):
-                        rows += self._estimates(row)
-            names = {row.name for row in rows}
-            unused = [name for name in candidates or () if name not in names]
-            self.notes += [f"{x!r} is for other devices than these." for x in unused]
-            if not rows:
-                fact = f"plan: no candidate is for {[*self.slices]}"
-                fix = "Give functions of a mesh, or layout maps on one of these devices"
-                raise MeshLayoutError(f"{fact}. {fix}.")
+                        rows += self._variants(row)
+            if unknown := {*(candidates or ())} - {row.name for row in rows}:
+                fact = f"{min(unknown)!r} is for other devices than {[*self.slices]}"
+                raise MeshLayoutError(f"plan: {fact}. Give a function of a mesh.")
+            # What is for some meshes alone has no rows of the others.
+            good = {(row.name, row.topology) for row in rows if not row.error}
+            rows = [x for x in rows if not x.error or (x.name, x.topology) not in good]
             rows.sort(key=_order)
-            seconds = time.monotonic() - start
-            self._say(f"{len(rows)} candidates estimated in {seconds:.1f} s")
+            self._say(f"{len(rows)} candidates estimated")
             self._compile(rows, self._chosen(rows))
             if not any(row.fits for row in rows):
                 changes += self._changes(rows)
@@ -156,97 +151,80 @@ class _Search:
     def _say(self, line: str) -> None:
         if self.progress:
             sys.stderr.write(f"plan: {line}\n")
-            sys.stderr.flush()
 
-    def _proposals(self, target: Slice) -> Iterator[Row]:
-        return ways.proposals(target, self.problem.values, self.problem.traits)
+    def _proposals(
+        self, target: Slice, candidates: Candidates | None = None
+    ) -> Iterator[Row]:
+        problem = self.problem
+        return proposals(target, problem.values, problem.traits, candidates)
 
-    def _estimate(self, row: Row, *changes: _Change) -> Row:
-        for change in changes:
-            row = change(row)
+    def _estimate(self, row: Row) -> Row:
         return self.problem.estimate(row, self.slices[row.topology].chip)
 
-    def _estimates(self, row: Row) -> Iterator[Row]:
-        """Yields a candidate as it is, recomputing, and with what memory needs."""
-        yield (row := self._estimate(row))
-        changes, fits = [] if row.error else [*self._options(row)], row.fits
-        if _RECOMPUTING in changes:
-            yield (again := self._estimate(row, _RECOMPUTING))
-            fits = fits or again.fits
-        if changes and not fits:
-            yield from itertools.islice(self._smaller(row, changes), 1)
+    def _variants(self, row: Row) -> list[Row]:
+        """Returns a candidate as it is, recomputing, and with what memory needs."""
+        rows = [self._estimate(row)]
+        if not rows[0].error:
+            options = [*self._options(row)]
+            rows += [self._estimate(x(row)) for x in options if x is _RECOMPUTING]
+            if not any(row.fits for row in rows):
+                rows += itertools.islice(self._smaller(rows[0], options), 1)
+        return rows
 
     def _options(self, row: Row) -> Iterator[_Change]:
         """Yields options of a candidate that take less memory."""
-        given = {**self.problem.options, **row.step_options}
-        if "remat" not in given and self.problem.has_blocks:
+        if "remat" not in self.problem.options and self.problem.has_blocks:
             yield _RECOMPUTING
-        if "accumulate" not in given:
+        if "accumulate" not in self.problem.options:
             for count in (2, 4, 8, 16, 32):
-                if row.rows % (row.num_row_shards * count) == 0:
-                    yield functools.partial(Row.with_options, accumulate=count)
+                yield functools.partial(Row.with_options, accumulate=count)
         if row.mesh.platform != "cpu":
             yield Row.offloaded
 
-    def _smaller(self, row: Row, changes: Iterable[_Change]) -> Iterator[Row]:
-        """Yields a row with the fewest of some changes that fits by its estimate."""
+    def _smaller(self, row: Row, changes: Sequence[_Change]) -> Iterator[Row]:
+        """Yields a row with one change or the first ones, where its estimate fits."""
         # Of one model, estimates of memory are all off by about the same factor.
-        peak, applied = row.peak_bytes, list[_Change]()
-        row = self._estimate(replace(row, error="", source="estimated"))
-        scale = peak / row.peak_bytes
+        scale = row.peak_bytes / row.estimate.peak_bytes
+        row = replace(row, error="", source="estimated")
 
-        def fits(*changes: _Change) -> bool:
-            changed = self._estimate(row, *changes)
-            return not changed.error and scale * changed.peak_bytes <= row.memory_bytes
+        def changed(row: Row, change: _Change) -> Row:
+            other = self._estimate(change(row))
+            return row if other.error else other
 
-        for change in changes:
-            if self._estimate(row, *applied, change).error:
-                continue
-            applied.append(change)
-            if fits(*applied):
-                needed = [*applied]
-                for other in applied[:-1]:  # the last one may do without it
-                    rest = [x for x in needed if x is not other]
-                    needed = rest if fits(*rest) else needed
-                yield self._estimate(row, *needed)
+        single = (changed(row, change) for change in changes)
+        several = itertools.accumulate(changes, changed, initial=row)
+        for other in itertools.chain(single, several):
+            if scale * other.estimate.peak_bytes <= other.memory_bytes:
+                yield other
 
     def _chosen(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yields which rows are to be compiled, the best first, by the budget."""
-        keys = [(row.name, row.topology, row.mesh) for row in rows]
-        # What fits without recomputing or microbatches is faster without.
-        pairs = [*zip(keys, rows, strict=True)]
-        plain = {key for key, row in pairs if row.fits and not row.step_options}
-        spare = [bool(row.step_options) and key in plain for key, row in pairs]
-        indices = [index for index, row in enumerate(rows) if not row.error]
-        indices.sort(key=spare.__getitem__)
-        for number, index in enumerate(indices):
+        count = sum(not row.error for row in rows)  # others are the last
+        for index in range(count):
             if time.monotonic() >= self.deadline:
-                text = f"The budget ended after {number} of {len(indices)} candidates."
+                text = f"The budget ended after {index} of {count} candidates."
                 self.notes.append(text)
                 return
-            if math.isinf(self.deadline) and number >= _NUM_COMPILED:
-                known = [x for x in rows if x.fits and x.source != "estimated"]
-                best = min(map(_cost, known), default=math.inf)
+            if math.isinf(self.deadline) and index >= _NUM_COMPILED:
+                known = [_cost(x) for x in rows if x.fits and x.source != "estimated"]
                 # Programs are hardly a quarter faster, or smaller, than estimates.
-                is_worse = best <= 0.75 * _cost(rows[index]) or not rows[index].fits
-                if number >= _MOST_COMPILED or is_worse:
+                is_worse = min(known, default=math.inf) <= 0.75 * _cost(rows[index])
+                if index >= _MOST_COMPILED or is_worse or not rows[index].fits:
                     return
             yield index
 
     def _compile(self, rows: list[Row], chosen: Iterator[int]) -> None:
         """Compiles rows, and puts what came of it in their place."""
 
-        def jobs() -> Iterator[tuple[int, Compilation]]:
+        def jobs() -> Iterator[Job]:
             for index in chosen:
                 row = rows[index]
-                devices, target = [*row.mesh.devices.flat], self.slices[row.topology]
+                place, devices = self.slices[row.topology].place, row.mesh.devices.flat
                 try:
-                    lowered = self.problem.lower(row)
+                    yield index, (self.problem.lower(row), [*devices], place)
                 except Exception as error:  # of the user's model on this mesh
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     rows[index] = replace(row, error=line)
-                else:
-                    yield index, job_of(lowered, devices, target.topology)
 
         for index, outcome in compile_all(jobs(), self.cache, self.workers):
             chip = self.slices[rows[index].topology].chip
@@ -255,45 +233,33 @@ class _Search:
 
     def _changes(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the smallest change with which something fits, compiled."""
-        large = [row for row in rows if row.peak_bytes > row.memory_bytes]
-        plain = [row for row in large if not row.step_options]
-        plain.sort(key=lambda row: row.peak_bytes)
-        for smaller in self._changed(plain[0]) if plain else ():
-            if time.monotonic() >= self.deadline:
-                self.notes.append("The budget ended while looking for what would fit.")
-                break
-            self._compile(changed := [smaller], iter([0]))
-            if changed[0].fits and changed[0].source != "estimated":
-                return changed
+        rows = [x for x in rows if x.peak_bytes > x.memory_bytes and not x.step_options]
+        for row in sorted(rows, key=lambda x: x.peak_bytes)[:1]:
+            places = [row.topology, *self.slices[row.topology].larger]
+            first, *larger = (functools.partial(self._sharded, x) for x in places)
+            changes = [first, *self._options(row), Row.in_bfloat16], larger
+            for smaller in itertools.chain(*(self._smaller(row, x) for x in changes)):
+                if time.monotonic() >= self.deadline:
+                    self.notes.append(
+                        "The budget ended in a search for what would fit."
+                    )
+                    break
+                self._compile(changed := [smaller], iter([0]))
+                if changed[0].fits and changed[0].source != "estimated":
+                    return changed
         return []
 
-    def _changed(self, row: Row) -> Iterator[Row]:
-        """Yields a row with other layouts, options, numbers or devices that may fit."""
-        target = self.slices[row.topology]
-        options = [*self._options(row), Row.in_bfloat16]
-        yield from self._smaller(row, [self._sharded(target), *options])
-        for larger in target.larger():
-            self.slices[larger.name] = larger
-            yield from self._smaller(row, [self._sharded(larger)])
-
-    def _sharded(self, target: Slice) -> _Change:
-        first = next(self._proposals(target))  # over all devices
-        return lambda row: first.with_options(**row.step_options)
+    def _sharded(self, name: str, row: Row) -> Row:
+        """Returns a row with parameters sharded over all devices of a slice."""
+        if name not in self.slices:
+            self.slices[name] = Slice.of(name)
+        return next(self._proposals(self.slices[name])).with_options(**row.step_options)
 
 
 def _cost(row: Row) -> float:
-    """Returns the seconds of an example times devices, to compare rows by."""
-    return row.step_s * row.mesh.size / max(1, row.rows)
+    """Returns the seconds of a step times devices, to compare rows by."""
+    return math.inf if math.isnan(row.step_s) else row.step_s * row.mesh.size
 
 
 def _order(row: Row) -> tuple[object, ...]:
-    cost = math.inf if math.isnan(row.step_s) else _cost(row)
-    return not row.fits, bool(row.error), row.source == "estimated", cost
-
-
-def _num_workers() -> int:
-    """Returns how many compilations memory and cores allow at once."""
-    # Free memory, where the system knows, or all.
-    pages = min({"SC_AVPHYS_PAGES", "SC_PHYS_PAGES"} & os.sysconf_names.keys())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
-    return max(1, min((os.cpu_count() or 1) // 2, memory // _HOST_BYTES))
+    return not row.fits, bool(row.error), row.source == "estimated", _cost(row)
