@@ -528,6 +528,9 @@ def test_a_function_under_jit_may_read_a_model_and_not_change_it(two):
     model, optimizer = made(two)
     step, x = lambda x: train_step(model, optimizer, x), split(two, ROWS)
     predict = jax.jit(lambda x: two.gather(two.run(model, args=(x,)), 0))
+    (padded,) = two.distribute_dataset((ROWS[:3], ROWS[:3]), 4)
+    with pytest.raises(StrategyError, match="padding is unknown under jit"):
+        jax.jit(lambda pair: two.run(lambda x, y: x, args=pair))(padded)
     np.testing.assert_allclose(predict(x), model(ROWS))
     for weight in (1, 1 - ROWS.mean(axis=0)):
         with pytest.raises(StrategyError, match="changes variables from outside"):
