@@ -454,7 +454,8 @@ class ProgramCache:
                 f"{program.roots.name} was compiled a third time for arguments of the "
                 f"same shapes and types: {differences[0]} stands for another object "
                 "than before. Pass arrays and numbers that change as arguments, or "
-                "keep them in an nnx.Variable; each model has its own program."
+                "keep them in an nnx.Variable. A new model or optimizer compiles again "
+                "even as an argument: nnx.update(model, nnx.state(new_model)) does not."
             )
             warnings.warn(text, RecompileWarning, stacklevel=stack_level())
         return program
