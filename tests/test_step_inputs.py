@@ -187,9 +187,12 @@ def test_rows_that_all_devices_compute_are_told_once(caplog):
     five = jax.tree.map(lambda leaf: leaf[:5], DATA)
     ml.make_train_step(squares)(create(mesh), ml.relayout(five, mesh.layout(...)))
     assert "so that all 8 devices compute all of its 5 rows" in caplog.text
-    trainer = trainer_of(create(mesh), lambda m, b: squares(m, b).mean())
-    assert len(trainer.fit([five], progress=False)["loss"]) == 1
-    assert "does not divide" in caplog.text
+    for name, options in ("fit", {"progress": False}), ("evaluate", {}):
+        caplog.clear()
+        trainer = trainer_of(create(mesh), lambda m, b: squares(m, b).mean())
+        assert getattr(trainer, name)([five], **options)["loss"]
+        (message,) = caplog.messages
+        assert "does not divide" in message
 
 
 @pytest.mark.parametrize("axis", _batches.BATCH_AXES)

@@ -220,8 +220,8 @@ class ReplicaProgram:
             names = [text(key) for key, x in after if trace.differs(x)]
             ids = {id(x) for x in before if np.ndim(x)}
             if names and any(ids & trace.terms_of(x) for _, x in after):
-                how = "Combine gradients and losses first: get_replica_context()."
-                how += "all_reduce('SUM', grads)."
+                how = "Combine gradients and other changes, not their result: get_"
+                how += "replica_context().all_reduce('SUM', grads)."
                 wholes = jax.tree.leaves(part, is_leaf=lambda x: hasattr(x, "compute"))
                 if all(hasattr(x, "compute") for x in wholes if trace.differs(x)):
                     how = "Return the metric of the batch, acc.empty().update(...), and"
