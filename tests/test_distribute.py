@@ -341,6 +341,12 @@ def test_a_state_of_linen_comes_back_plain_and_may_not_differ(two):
     )
     with pytest.raises(StrategyError, match="kernel"):
         two.run(descended, (params, split(two, x)))
+    mean = ml.metrics.Mean().update(jnp.ones(4))
+    with pytest.raises(StrategyError, match="Return the metric of the batch, "):
+        two.run(lambda mean, x: mean.update(x), (mean, split(two, x)))
+    own = two.run(lambda mean, x: mean.empty().update(x), (mean, split(two, x)))
+    total = mean.merge(two.reduce("SUM", own, axis=None)).compute()
+    np.testing.assert_allclose(total, np.append(x, np.ones(4)).mean(), rtol=1e-5)
     # Gradients may differ, as in TensorFlow, though they look like the parameters.
     ones = {"w": jnp.ones(4)}
     grads = two.run(jax.grad(lambda p, x: (x @ p["w"]).sum()), (ones, split(two, x)))

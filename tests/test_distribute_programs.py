@@ -209,9 +209,16 @@ def test_a_function_that_is_compiled_again_and_again_gets_one_warning(two):
     assert str(warning.message) == (
         "evaluate was compiled a third time for arguments of the same shapes and "
         "types: holder.model stands for another object than before. Pass arrays and "
-        "numbers that change as arguments, or keep them in an nnx.Variable; each model "
-        "has its own program."
+        "numbers that change as arguments, or keep them in an nnx.Variable. A new "
+        "model or optimizer compiles again even as an argument: nnx.update(model, "
+        "nnx.state(new_model)) does not."
     )
+    with warnings.catch_warnings(action="error"):
+        for factor in range(4):
+            nnx.update(holder.model, nnx.state(scale(two, factor)))
+            assert (
+                total(two, two.run(evaluate, (split(two, X),)), 0) == factor * X.sum()
+            )
 
 
 def test_an_attribute_is_not_the_global_of_its_name(two):
@@ -528,6 +535,9 @@ def test_a_function_under_jit_may_read_a_model_and_not_change_it(two):
     model, optimizer = made(two)
     step, x = lambda x: train_step(model, optimizer, x), split(two, ROWS)
     predict = jax.jit(lambda x: two.gather(two.run(model, args=(x,)), 0))
+    (padded,) = two.distribute_dataset((ROWS[:3], ROWS[:3]), 4)
+    with pytest.raises(StrategyError, match="padding is unknown under jit"):
+        jax.jit(lambda pair: two.run(lambda x, y: x, args=pair))(padded)
     np.testing.assert_allclose(predict(x), model(ROWS))
     for weight in (1, 1 - ROWS.mean(axis=0)):
         with pytest.raises(StrategyError, match="changes variables from outside"):

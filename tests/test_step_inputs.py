@@ -184,9 +184,12 @@ def test_rows_that_all_devices_compute_are_told_once(caplog):
     five = jax.tree.map(lambda leaf: leaf[:5], DATA)
     ml.make_train_step(squares)(create(mesh), ml.relayout(five, mesh.layout(...)))
     assert "so that all 8 devices compute all of its 5 rows" in caplog.text
-    trainer = trainer_of(create(mesh), lambda m, b: squares(m, b).mean())
-    assert len(trainer.fit([five], progress=False)["loss"]) == 1
-    assert "does not divide" in caplog.text
+    for name, options in ("fit", {"progress": False}), ("evaluate", {}):
+        caplog.clear()
+        trainer = trainer_of(create(mesh), lambda m, b: squares(m, b).mean())
+        assert getattr(trainer, name)([five], **options)["loss"]
+        (message,) = caplog.messages
+        assert "does not divide" in message
 
 
 @pytest.mark.parametrize("axis", _batches.BATCH_AXES)
@@ -211,8 +214,8 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
         "every device of Mesh(rows=8) gets all rows of each batch: none of its axes "
         "has one of the names that shard batches, 'batch', 'data', 'replica', 'fsdp', "
         "'dp', 'ddp', 'data_parallel'. Name the axis so, or give a layout in place of "
-        "the mesh, as mesh.layout('rows', ...); if every device is to have all rows, "
-        "mesh.layout(...)."
+        "the mesh: with all axes that shard rows, as mesh.layout(('rows',), ...); if "
+        "every device is to have all rows, mesh.layout(...)."
     ]
     caplog.clear()
     for spec, rows in (((...,), 16), (("rows", ...), 2)):

@@ -68,6 +68,9 @@ class Arguments:
                 check_replicas(x, self._mesh, "run")
             is_scalar, mask, x = x.is_scalar, x.mask, x.array
             if mask is not self.mask and mask is not None:
+                if self.mask is not None and isinstance(mask, Tracer):
+                    msg = "run: padding is unknown under jit. run compiles by itself: "
+                    raise StrategyError(f"{msg}call it without jit.")
                 if self.mask is not None and not jnp.array_equal(mask, self.mask):
                     msg = "run: two arguments differ in which rows are padding. Pass "
                     raise StrategyError(f"{msg}values of one batch.")

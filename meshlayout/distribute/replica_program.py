@@ -149,11 +149,10 @@ class ReplicaProgram:
                 own = x.array.reshape(x.num_replicas, *x.shape)
                 return own[jax.lax.axis_index(REPLICA_AXIS)]
             if isinstance(x, _jax.ArrayImpl) and x.is_deleted():
-                msg = (
-                    f"{self.roots.path_of(variable)} was used up: run reuses the memory"
-                )
-                msg += " of what it changes. Copy it by copy.deepcopy(model), or "
-                raise StrategyError(f"{msg}np.array(x).")
+                name = self.roots.path_of(variable)
+                msg = f"{name} was used up: run reuses the memory of what it changes. "
+                msg += "Copy it by copy.deepcopy(model), or np.array(x)."
+                raise StrategyError(msg)
             is_abstract = isinstance(x, jax.ShapeDtypeStruct)
             x = jnp.zeros(x.shape, x.dtype) if is_abstract else x
             return jax.lax.optimization_barrier(_strong(x))
@@ -167,8 +166,7 @@ class ReplicaProgram:
         mask, self._changed = trace.context.mask, trace.changed()
         self._rows = rows = 0 if mask is None else mask.shape[0]
         ids = {*map(id, self._changed)}
-        entered = [variable for variable, _ in trace.entered.values()]
-        self._others = [x for x in entered if id(x) not in ids]
+        self._others = [x for x, _ in trace.entered.values() if id(x) not in ids]
         self._nodes = [node for node, *_ in trace.nodes.values()]
         self._decisions = trace.decisions
         differing = [
@@ -198,11 +196,10 @@ class ReplicaProgram:
             raise StrategyError(
                 f"{self._name} got a short batch, which is padded to the shape of the "
                 "others, and did not ask which rows are real: padding would count. Use "
-                "losses.compute_average_loss, which asks; or multiply by "
-                "get_replica_context().example_mask and divide by its num_examples; or "
-                "return one value per row and combine these with reduce(..., axis=0); "
-                "or leave such batches out with distribute_dataset(..., "
-                "remainder='drop')."
+                "losses.compute_average_loss, which asks; or multiply by get_replica_"
+                "context().example_mask and divide by its num_examples; or return one "
+                "value per row and combine these with reduce(..., axis=0); or leave "
+                "such batches out with distribute_dataset(..., remainder='drop')."
             )
 
     def _check_states(self, call: Any, trace: ReplicaTrace, result: PyTree) -> None:
@@ -222,11 +219,17 @@ class ReplicaProgram:
             names = [text(key) for key, x in after if trace.differs(x)]
             ids = {id(x) for x in before if np.ndim(x)}
             if names and any(ids & trace.terms_of(x) for _, x in after):
+                how = "Combine gradients and other changes, not their result: get_"
+                how += "replica_context().all_reduce('SUM', grads)."
+                wholes = jax.tree.leaves(part, is_leaf=lambda x: hasattr(x, "compute"))
+                if all(hasattr(x, "compute") for x in wholes if trace.differs(x)):
+                    how = "Return the metric of the batch, acc.empty().update(...), and"
+                    how += " merge it outside of run: total = total.merge(strategy."
+                    how += "reduce('SUM', result, axis=None))."
                 raise StrategyError(
                     f"{self._name} returns a state that came in the same on all "
                     f"replicas, and would leave different values of {', '.join(names)} "
-                    "on them. Combine gradients and losses first: "
-                    "get_replica_context().all_reduce('SUM', grads)."
+                    f"on them. {how}"
                 )
 
     def _traced(
@@ -283,8 +286,7 @@ class ReplicaProgram:
         values = dict(zip(variables, (*state, *rest), strict=True))
 
         def own_part(x: Leaf) -> Any:
-            is_own = isinstance(x, PerReplica)
-            return x.array[0 if x.is_scalar else ...] if is_own else x
+            return x.array[0 if x.is_scalar else ...] if is_per_replica(x) else x
 
         def value_of(variable: Variable) -> Any:
             value = values.get(id(variable), raw_value(variable))
@@ -312,8 +314,8 @@ class ReplicaProgram:
         x = _strong(x)
         if self._count == 1:
             return x
-        rows, is_scalar = x if x.ndim else x[None], not x.ndim
-        return PerReplica(rows, num_replicas=self._count, is_scalar=is_scalar)
+        rows = jnp.atleast_1d(x)
+        return PerReplica(rows, num_replicas=self._count, is_scalar=not x.ndim)
 
     def _result(self, index: int, x: jax.Array) -> jax.Array:
         shape, rows = self._shapes[index], self._rows
@@ -374,11 +376,10 @@ class ReplicaProgram:
         finally:
             self._call = None
         collections.deque(map(set_raw_value, self._changed, self._state), 0)
+        value_of = functools.partial(PerReplica, num_replicas=self._count)
         for index in itertools.compress(range(len(out)), self._differs):
             mask = arguments.mask if index in self._aligned else None
-            how: Any = {"num_replicas": self._count}
-            how["is_scalar"] = not self._shapes[index]
-            out[index] = PerReplica(out[index], mask, **how)
+            out[index] = value_of(out[index], mask, is_scalar=not self._shapes[index])
         return self._treedef.unflatten(out)
 
 
@@ -452,7 +453,8 @@ class ProgramCache:
                 f"{program.roots.name} was compiled a third time for arguments of the "
                 f"same shapes and types: {differences[0]} stands for another object "
                 "than before. Pass arrays and numbers that change as arguments, or "
-                "keep them in an nnx.Variable; each model has its own program."
+                "keep them in an nnx.Variable. A new model or optimizer compiles again "
+                "even as an argument: nnx.update(model, nnx.state(new_model)) does not."
             )
             warn(text, RecompileWarning)
         return program

@@ -89,10 +89,8 @@ class PerReplica(DistributedValues):
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         msg = f"a value of {self.num_replicas} replicas was used as one array. Combine "
-        msg += "it first, with strategy.reduce('SUM', value, axis=None) or "
-        msg += (
-            "strategy.gather(value, axis=0), or compute in strategy.run. A train step"
-        )
+        msg += "it first, with strategy.reduce('SUM', value, axis=None) or strategy."
+        msg += "gather(value, axis=0), or compute in strategy.run. A train step"
         raise StrategyError(f"{msg} takes ml.distribute_dataset(source, mesh, ...).")
 
     # Python's own errors do not say what to do; NumPy would make an array of objects,

@@ -55,11 +55,9 @@ class _PairMetric(Metric):
             labels = jnp.argmax(labels, axis=-1)  # of one-hot ones
         is_integer = not jnp.issubdtype(labels.dtype, jnp.floating)
         if not (has_classes and is_integer and labels.shape == scores.shape[:-1]):
-            fact = (
-                "Labels are class numbers, which are integers, or one-hot; predictions "
-                "have a last dim for two or more classes. One score per example takes "
-                "threshold=: 0.0 for logits, 0.5 for probabilities."
-            )
+            fact = "Labels are class numbers, which are integers, or one-hot. "
+            fact += "Predictions have a last dim for the classes. One score per "
+            fact += "example takes threshold=: 0.0 for logits, 0.5 for probabilities."
             raise self._misfit(scores, labels, fact)
         return scores.astype(jnp.float32), labels
 

@@ -33,11 +33,10 @@ class Metric:
     `from_model_output`, `merge` and `compute`; `update` merges a batch given as
     separate arguments. In `shard_map`, `jax.lax.psum` merges the metrics of all shards.
 
-    `weights` are per element: None if all elements count, or an array of the shape of
-    the elements or of their first dims. An element with several weights, such as a
-    value per row with weights per token, counts 1 unless all are 0. An element of
-    weight 0 adds nothing, even if it is NaN; nor does a strategy's padding. Sums are
-    float32, so counts above 2**24 are rounded.
+    `weights` are per element: None if all count, or an array of the shape of the
+    elements or of their first dims. An element with several weights, such as a row with
+    weights per token, counts 1 unless all are 0. One of weight 0 adds nothing, even if
+    NaN; nor does a strategy's padding. Sums are float32: counts above 2**24 are rounded.
 
     A subclass automatically becomes a frozen dataclass and a pytree: its annotated
     fields are settings, and part of the structure.

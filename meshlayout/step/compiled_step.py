@@ -492,8 +492,7 @@ def _may_trace(program: _StepProgram, call: PyTree = None) -> Iterator[None]:
 def layout_of(leaf: Leaf) -> Any:
     """Returns the sharding of a leaf that is bound to one, else None."""
     if isinstance(leaf, jax.Array):  # a tracer, if it is called inside another jit
-        is_bound = not isinstance(leaf, Tracer) and leaf.committed
-        return leaf.sharding if is_bound else None
+        return None if isinstance(leaf, Tracer) or not leaf.committed else leaf.sharding
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 

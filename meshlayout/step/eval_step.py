@@ -43,10 +43,8 @@ def make_eval_step(
         >>> from flax import nnx
         >>> build = lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> state = TrainState.create(build, optax.sgd(0.1))
-        >>> eval_step = make_eval_step(
-        ...     lambda model, batch: (model(batch["x"]) - 1) ** 2
-        ... )
-        >>> float(eval_step(state, {"x": jnp.zeros((8, 2))})["loss"])
+        >>> step = make_eval_step(lambda model, batch: (model(batch["x"]) - 1) ** 2)
+        >>> float(step(state, {"x": jnp.zeros((8, 2))})["loss"])
         1.0
     """
     options = loss_fn, metrics, regularizers, weights, denominator, precision

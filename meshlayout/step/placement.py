@@ -57,7 +57,7 @@ def _mesh_of(state: TrainState) -> Any:
 
 
 def check_divided(
-    state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int
+    state: TrainState, batch: Batch, traced: jax.stages.Traced, dim: int, *, warns: bool
 ) -> None:
     """Raises StepError before the first call if a mesh's devices would do the same."""
     mesh, leaves = _mesh_of(state), jax.tree.leaves(batch)
@@ -68,7 +68,7 @@ def check_divided(
     shardings = map(_jax.sharding_of, [*leaves, *jax.tree.leaves(state)])
     is_divided = any(x and not x.is_fully_replicated for x in shardings)
     if is_divided or rows % shards:  # or a short last batch that cannot be padded
-        if shards > 1 and row_sharding(batch, dim) is None:
+        if warns and shards > 1 and row_sharding(batch, dim) is None:
             _log.warning(
                 "the batch is sharded over no axis, so that all %d devices compute all "
                 "of its %d rows. Place it with ml.relayout(batch, mesh.layout(%r, "

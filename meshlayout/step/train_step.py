@@ -169,6 +169,7 @@ class StateStep(StepInspection, Generic[R]):
 
     __name__: str
     _trains = False
+    warns_of_rows = True  # of those that all devices compute; a trainer warns itself
     # What runs calls like the last one, its empty metrics, and whether it had weights.
     _last: tuple[Callable[..., Any], Metrics | None, bool] | None = None
 
@@ -284,7 +285,7 @@ class StateStep(StepInspection, Generic[R]):
         traced = compiled.trace(state, batch, None)
         rows = update.row_sharding(batch, self._row_dim)
         if rows is None or rows.is_fully_replicated:
-            check_divided(state, batch, traced, self._row_dim)
+            check_divided(state, batch, traced, self._row_dim, warns=self.warns_of_rows)
         if self.weights is None:
             return None
         out: Any = traced.out_info

@@ -1,7 +1,6 @@
 """For your tests: single-device numbers, expected layouts and communication.
 
-Use it as `ml.testing`. Every failure is a `VerificationError`, which test runners show
-like a failed assertion.
+Use it as `ml.testing`. Test runners show a `VerificationError` like a failed assertion.
 """
 
 from meshlayout.testing.verification import (

@@ -241,6 +241,8 @@ class TrainerInput:
                 f"every device computes all of it. To have it padded, {way}."
             )
             layout = mesh.layout(...)
+            for step in self._trainer._steps.of_loss:
+                step.warns_of_rows = False
         # A scalar, such as a temperature for the loss, has no rows to shard.
         layouts = jax.tree.map(lambda x: layout if np.ndim(x) else mesh.layout(), batch)
         return relayout(batch, layouts)

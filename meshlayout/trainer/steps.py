@@ -45,6 +45,7 @@ class TrainerSteps:
         self.group_size = _checks.count("steps_per_call", count, where="Trainer")
         # The structure of the batches that the loss function got, without weights.
         self._structure: Any = None
+        self.of_loss: tuple[Any, ...] = ()  # the steps that the loss function makes
         own: dict[str, Any] = {**options, "metrics": metrics, "layouts": layouts}
         # Evaluating with a different batch size is legitimate, so it does not warn.
         quiet = {"on_recompile": "ignore", **own}
@@ -53,6 +54,7 @@ class TrainerSteps:
             self.single_step = make_train_step(loss_fn, **{**own, "steps_per_call": 1})
             self._train_step = make_train_step(loss_fn, **own)
             self.eval_step = _made(make_eval_step, loss_fn, quiet)
+            self.of_loss = self.single_step, self._train_step, self.eval_step
         self._quiet_options = quiet
         # Of a few functions, as the last one may be a new one.
         self._predict_step = functools.lru_cache(4)(self._new_predict_step)

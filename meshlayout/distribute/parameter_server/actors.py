@@ -47,10 +47,9 @@ class ParameterServer:
     def place(self, values: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
         """Stores values of variables, and optimizers with their variables' names."""
         self._values |= {name: jnp.asarray(x) for name, x in values.items()}
+        masked = optax.MaskedNode()
         for optimizer, (tx, names) in rules.items():
-            names = jax.tree.map(
-                lambda n: n if n in self._values else optax.MaskedNode(), names
-            )
+            names = jax.tree.map(lambda n: n if n in self._values else masked, names)
             self._updates[optimizer] = jax.jit(functools.partial(_update, tx, names))
 
     def pull(self, names: Sequence[str]) -> dict[str, Any]:
@@ -84,8 +83,7 @@ class RemoteWorker:
 
     def __init__(self, index: int, num_workers: int) -> None:
         self.context = InputContext(num_workers, index, 1)
-        # Objects sent before stay the same, with their Variables, so their programs are
-        # reused.
+        # An object sent again is the same, with its Variables: programs are reused.
         self._load = functools.lru_cache(MOST_KEPT)(
             lambda part: pickle.loads(ray_module().get(part))
         )
