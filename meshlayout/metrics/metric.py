@@ -36,7 +36,7 @@ class Metric:
     `weights` are per element: None if all count, or an array of the shape of the
     elements or of their first dims. An element with several weights, such as a row with
     weights per token, counts 1 unless all are 0. One of weight 0 adds nothing, even if
-    NaN; nor does a strategy's padding. Sums are float32: counts above 2**24 are rounded.
+    NaN; nor does a strategy's padding. Sums are float32: counts above 2**24 round.
 
     A subclass automatically becomes a frozen dataclass and a pytree: its annotated
     fields are settings, and part of the structure.
