@@ -13,7 +13,6 @@ import math
 import operator
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from jax.sharding import AxisType
 import meshlayout
 from meshlayout import _jax, _render
 from meshlayout._checks import WithReflexes, count, shown, user_call
-from meshlayout.errors import MeshError, did_you_mean
+from meshlayout.errors import MeshError, did_you_mean, warn
 
 
 if TYPE_CHECKING:
@@ -501,11 +500,9 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     platform = devices[0].platform
     existing = f"{len(devices)} {platform.upper()} device{'s' * (len(devices) != 1)}"
     if platform != "cpu":
-        warnings.warn(
-            f"virtual_devices({n}) has no effect here: JAX runs on {existing}. To try "
-            "virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts.",
-            stacklevel=2,
-        )
+        fact = f"virtual_devices({n}) has no effect here: JAX runs on {existing}."
+        fix = "To try virtual CPU devices, set JAX_PLATFORMS=cpu before Python starts."
+        warn(f"{fact} {fix}")
     elif len(devices) != n:
         fact = f"virtual_devices({n}) comes too late: JAX already runs with {existing}."
         fix = "Restart the kernel or process and call it before any other use of JAX"
