@@ -126,7 +126,8 @@ def is_extended(dtype: DType) -> bool:
 def is_array_dtype(dtype: DType) -> bool:
     """Returns whether JAX arrays can have a dtype."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
-    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+    is_known = any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+    return is_known and not jax.numpy.issubdtype(dtype, np.timedelta64)
 
 
 # NumPy's dtypes, in this machine's byte order, that JAX has in all of its settings.

@@ -124,7 +124,7 @@ class Mesh(WithReflexes):
     __exit__ = __enter__  # which `with` looks up first
 
     def __getitem__(self, axis: object) -> NoReturn:
-        fix = "write mesh.shape['batch'] for the size of an axis"
+        fix = f"write mesh.shape[{axis!r}] for the size of an axis"
         raise MeshError(f"{fix}. There is no submesh: layouts name axes.")
 
     def __contains__(self, axis: object) -> bool:

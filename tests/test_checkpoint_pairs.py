@@ -126,7 +126,7 @@ def test_a_model_is_taken_from_a_dict_with_its_optimizer():
 def test_averages_and_random_streams_that_differ_are_named():
     like = numbered("params/w", "extra/ema/w")
     said = error_of(restored, numbered("params/w"), like)
-    assert "restore the state before you prepare it" in said
+    assert "prepare the state after you have restored it" in said
     like = numbered("params/w", "model_state/drop/rngs/count")
     assert "partial='rngs'" in error_of(restored, numbered("params/w"), like)
 

@@ -214,8 +214,8 @@ def test_all_rows_on_every_device_is_logged_once_unless_a_layout_says_so(caplog)
         "every device of Mesh(rows=8) gets all rows of each batch: none of its axes "
         "has one of the names that shard batches, 'batch', 'data', 'replica', 'fsdp', "
         "'dp', 'ddp', 'data_parallel'. Name the axis so, or give a layout in place of "
-        "the mesh: with all axes that shard rows, as mesh.layout(('rows',), ...); if "
-        "every device is to have all rows, mesh.layout(...)."
+        "the mesh, with the axes that shard rows: mesh.layout('rows', ...), or a tuple "
+        "of them; if all devices are to have all rows, mesh.layout(...)."
     ]
     caplog.clear()
     for spec, rows in (((...,), 16), (("rows", ...), 2)):

@@ -255,8 +255,8 @@ REFUSED = {
     "jax.tree.map(jnp.copy, state).",
     lambda: create(optimizer=0.1): "TrainState.create takes an Optax optimizer, got "
     "0.1. Write TrainState.create(build, optax.adam(1e-3), layouts).",
-    lambda: create(layouts={}): "TrainState.create takes a LayoutMap, got {}. To "
-    "replicate everything, give LayoutMap(mesh).",
+    lambda: create(layouts={}): "TrainState.create takes a LayoutMap, got {}. "
+    "Write LayoutMap(mesh, rules); LayoutMap(mesh) replicates.",
     lambda: with_missing_gradient(nnx_state()): "the gradients and state.params differ "
     "in structure or shapes: extra/w, output/bias, output/kernel. Pass what was derived "
     "from state.params, unchanged.",

@@ -353,7 +353,7 @@ def test_frames_of_numbers_and_bools_are_numbers_and_others_are_refused(mesh):
     refused = message_of(lambda: trainer.fit(Frame(mixed), x[:, 0], batch_size=8))
     assert refused.startswith(
         "leaf '0': no numbers are in the columns 'b' (<U4). Leave them out, or write of "
-        "numbers pd.to_numeric(frame[name]), of dates (frame[name] - frame[name].min())"
+        "numbers pd.to_numeric(frame[name]).astype('float32'), of dates (x - x.min())"
     )
     names = message_of(lambda: trainer.fit(Frame(x, [*"abc", 3]), batch_size=8))
     assert names.startswith("the data frame's columns have names of several types: ")
@@ -466,6 +466,23 @@ def test_codes_of_missing_values_are_noted(mesh, caplog):
         "leaf 'code' has rows of -1, as pandas codes missing values. As a class or an "
     )
     assert caplog.messages.count(f"{said}index, it is the last one.") == 1
+
+
+def test_another_fit_goes_on_with_the_order_of_rows(mesh):
+    seen, x = [], np.arange(16, dtype="float32")
+    data = {"x": x[:, None] * np.ones(4, "float32"), "y": x}
+
+    def ordered(model, batch):
+        jax.debug.callback(lambda rows: seen.append(rows.tolist()), batch["x"][:, 0])
+        return model(batch["x"])[:, 0]
+
+    for epochs in ([4], [2, 2]):
+        trainer = ml.Trainer(create_state(mesh), ordered)
+        for count in epochs:
+            quiet_fit(trainer, data, batch_size=16, epochs=count)
+    jax.effects_barrier()
+    assert seen[:4] == seen[4:]
+    assert len({*map(tuple, seen)}) == 4
 
 
 def test_validation_without_an_end_is_noted(mesh, caplog):

@@ -332,8 +332,8 @@ def _of_columns(
     others = [f"{n!r} ({kind})" for n, kind, x in columns if x.dtype.kind not in "biuf"]
     if others and len(others) < len(columns):
         fact = f"{where}: no numbers are in the columns {', '.join(others)}. Leave them"
-        way = "of numbers pd.to_numeric(frame[name]), of dates (frame[name] - "
-        way += "frame[name].min()).dt.days, of text pd.get_dummies(frame)."
+        way = "of numbers pd.to_numeric(frame[name]).astype('float32'), of dates "
+        way += "(x - x.min()).dt.days, of text pd.get_dummies(frame)."
         raise error(f"{fact} out, or write {way}")
     return array if others else np.column_stack([x for *_, x in columns])
 

@@ -49,8 +49,8 @@ _KNOWN = {
     "opt_state/": "The optimizer is not the saved one; one with a schedule counts its "
     "steps, too. To predict only, restore a model: restore(ml.create(build)). To train "
     "with a new optimizer, write partial='^opt_state/'.",
-    "extra/ema/": "The averages of ema= are in one of the two. If they were not saved, "
-    "restore the state before you prepare it: they begin with the restored parameters.",
+    "extra/ema/": "Averages of ema= are in one of the two. If they were saved, restore "
+    "train_step.prepare(state); else, prepare the state after you have restored it.",
     "(.*/)?rngs/": "Only random streams differ: partial='rngs' keeps those of a model "
     "that ml.create made; ml.describe gives it none.",
 }

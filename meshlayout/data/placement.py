@@ -111,9 +111,9 @@ def batch_layout(
                 f"every device of {mesh!r} gets all rows of each batch: none of its "
                 "axes has one of the names that shard batches, "
                 f"{', '.join(map(repr, _batches.BATCH_AXES))}. Name the axis so, or "
-                "give a layout in place of the mesh: with all axes that shard rows, as "
-                f"mesh.layout({mesh.axis_names}, ...); if every device is to have "
-                "all rows, mesh.layout(...)."
+                "give a layout in place of the mesh, with the axes that shard rows: "
+                f"mesh.layout({mesh.axis_names[0]!r}, ...), or a tuple of them; if all "
+                "devices are to have all rows, mesh.layout(...)."
             )
         return _batches.batch_layout(mesh)
     if not isinstance(layout_or_mesh, (Layout, NamedSharding)):

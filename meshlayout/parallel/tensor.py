@@ -93,7 +93,7 @@ def tensor_parallel(
         'rows; an all-reduce adds up the products'
     """
     mesh = auto_mesh(mesh)
-    hint = f"Give the axis for matrices, as axis={mesh.axis_names[-1]!r}."
+    hint = f"Write axis={mesh.axis_names[-1]!r}; several inputs are one tuple, (x, y)."
     where = _checks.Context(where="tensor_parallel", error=MeshError, hint=hint)
     num_shards = mesh.axis_size(_checks.choice("axis", axis, mesh.axis_names, **where))
     if axis in BATCH_AXES:

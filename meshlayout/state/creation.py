@@ -180,8 +180,8 @@ def describe_state(
 def check_map(layouts: object, where: str) -> None:
     """Raises StateError unless this is a layout map."""
     if not isinstance(layouts, LayoutMap):
-        msg = f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate"
-        raise StateError(f"{msg} everything, give LayoutMap(mesh).")
+        msg = f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. Write"
+        raise StateError(f"{msg} LayoutMap(mesh, rules); LayoutMap(mesh) replicates.")
 
 
 def check_builder(build: object, where: str) -> None:

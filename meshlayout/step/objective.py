@@ -136,9 +136,9 @@ class Loss:
         is_square = any(shape[1:2] == (rows,) for shape in shapes)
         if has_labels and not is_square and self.loss_fn not in _warned:
             _warned.add(self.loss_fn)
-            fact = f"losses have shape {(rows, rows)} for {rows} rows: outputs of"
-            fact += f" {(rows, 1)} and labels of {(rows,)} broadcast. Take the column:"
-            warn(f"{fact} model(x)[:, 0].")
+            fact = f"losses have shape {(rows, rows)} for {rows} rows: {(rows, 1)} and"
+            fact += f" {(rows,)} broadcast. Take the column of the one that has it:"
+            warn(f"{fact} model(x)[:, 0] or y[:, 0].")
 
     def measured(
         self, values: jax.Array, outputs: Mapping[str, Any], batch: Batch

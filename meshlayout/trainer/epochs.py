@@ -76,8 +76,8 @@ class TrainerInput:
     """Data cut into epochs, and the epochs into the batches of each call of a step.
 
     An epoch is a pass, or `steps_per_epoch` batches. A dataset's passes are its epochs
-    in `fit`, and otherwise its first one again and again. `where` is the method that
-    reads it; all but `predict` mark padding by weights.
+    in `fit`, of arrays those after the trainer's last, and else its first one again.
+    `where` is the method that reads it; all but `predict` mark padding by weights.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class TrainerInput:
             shards = 1 if self._trains else _batches.num_row_shards(self._layout)
             size = -(-(batch_size or 0) // shards) * shards  # rounded up, and padded
             data = self._dataset(rows, size, shuffle)
+            data._next = data._next._replace(epoch=len(trainer.history.epochs))
         elif not is_iterable:  # `iter` might never end
             data = functools.partial(NumberedItems, data, operator.length_hint(data))
         elif isinstance(data, DistributedDataset) and data._plan._assemble:

@@ -103,9 +103,11 @@ class TrainerSteps:
             with _checks.noted(f"predict calls the model, or what you give as {call}"):
                 keys = [*inputs] if isinstance(inputs, Mapping) else range(len(leaves))
                 known = signature(model).parameters
-                names = [f"b[{x!r}]" for x in [x for x in known if x in keys] or keys]
-                arguments = "b" if inputs is leaves[0] else ", ".join(names)
-                hint = f"Give predict_fn=lambda model, b: model({arguments})."
+                is_bare = inputs is leaves[0]
+                names = [x for x in known if is_bare or x in keys] or keys
+                arguments = ", ".join(f"b[{name!r}]" for name in names)
+                form = "a dict, such as dict(frame), and " * is_bare
+                hint = f"Give {form}predict_fn=lambda model, b: model({arguments})."
                 if "train" in known:  # Linen modules have no mode of their own
                     model = functools.partial(model, train=False)
                 _checks.function("model", model, "batch", hint=hint)

@@ -46,7 +46,7 @@ from meshlayout.trainer.steps import PredictFn, TrainerSteps, checked_metrics
 _FIELDS = "state", "history", "position", "stopped", "steps_in_call", "input"
 _NAN = (
     "the {0} is NaN, as too high a learning rate makes it, NaN in the data, or labels "
-    "or embedding indices out of range (-1 counts as the last one). Parameters that "
+    "or embedding indices out of range (-1 is the last one, -100 NaN). Parameters that "
     "are NaN stay so: create the state and the trainer again. "
     "callbacks=[ml.callbacks.StopOnNaN({0!r})] stops, on_nonfinite='skip' leaves such "
     "steps out; jax_debug_nans finds them."
@@ -222,7 +222,7 @@ class Trainer(_checks.WithReflexes):
         chosen = checked_callbacks(callbacks)
         has_progress = any(isinstance(x, Progress) for x in chosen)
         if progress and verbose != 0 and not has_progress:
-            chosen.insert(0, Progress())
+            chosen.append(Progress())  # with values that others add
         # Those that save come last: what others do, such as stopping, is saved.
         chosen.sort(key=lambda x: isinstance(x, Checkpoint))
         checkpoints = [x for x in chosen if isinstance(x, Checkpoint)]
@@ -294,8 +294,8 @@ class Trainer(_checks.WithReflexes):
 
         Data with the structure of that in `fit` goes through the loss function, whose
         outputs are returned. Data without labels goes to the model (as does all data if
-        there is no loss function), a data frame as one array unless `fit` had its
-        columns. To call something else, give `predict_fn`. Padding is left out.
+        there is no loss function), a frame as one array, or by columns if `fit` had one
+        alone. To call something else, give `predict_fn`. Padding is left out.
         """
         step, key = self.predict_step, self._steps.weights
         if predict_fn is not None:
@@ -375,8 +375,7 @@ class Trainer(_checks.WithReflexes):
             values = self._evaluate(self._validation)
             logs.update({f"val_{name}": value for name, value in values.items()})
         self.history.add(position.epoch, logs)
-        losses = "loss", "val_loss"
-        nan = [x for x in losses if math.isnan(scalars(logs).get(x, 0.0))]
+        nan = [x for x in ("loss", "val_loss") if math.isnan(scalars(logs).get(x, 0.0))]
         watched = [x._monitor for x in self._callbacks if isinstance(x, StopOnNaN)]
         if nan and nan[0] not in watched:
             self._report.warn(_NAN.format(nan[0]))

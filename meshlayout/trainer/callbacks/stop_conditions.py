@@ -31,8 +31,7 @@ class EarlyStopping(Callback):
         mode: `"min"` or `"max"`: the better values; by default lower for losses.
         restore_best: Whether `fit` ends with the parameters, other arrays of the model
             and moving average of the best epoch, which the devices keep a copy of.
-            Checkpoints, and what a resumed run has, are those of the latest epochs:
-            restore `step="best"` of a `Checkpointer(best=...)`.
+            Checkpoints have the latest: restore `step="best"` of a `Checkpointer`.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class EarlyStopping(Callback):
             if number > self._first and score < best - self._min_delta:
                 best, self._best_epoch = score, number
         if self._best_epoch == epoch and self._restore_best:
-            # Not the optimizer's state and the step number, which say how far training
-            # is. A copy, as the next step donates the state.
+            # A copy, but not of the optimizer's state and the step, which go on.
             state: TrainState = trainer.state
             weights = {"params": state.params, "model_state": state.model_state}
             weights["extra"] = {x: state.extra[x] for x in {"ema"} & {*state.extra}}
@@ -87,6 +85,9 @@ class EarlyStopping(Callback):
         if self._weights:
             extra = {**trainer.state.extra, **self._weights.pop("extra")}
             trainer.state = trainer.state.replace(**self._weights, extra=extra)
+        elif self._restore_best and self._best_epoch:
+            fact = f"the best epoch, {self._best_epoch}, was before the run was resumed"
+            trainer._report.warn(f"{fact}, and is not restored: restore step='best'.")
         self._weights = {}
 
 
