@@ -353,7 +353,7 @@ def test_reflexes_of_other_libraries_are_answered(state):
         lambda: ml.Trainer(state).model: "Write model = trainer.state.model; ",
         lambda: ml.Trainer(state).score: "Write evaluate(x, y, batch_size=32)",
         lambda: ml.Trainer(state).train_on_batch: "ml.make_train_step(loss_fn)",
-        lambda: ml.Trainer(state).save_weights: "Write ml.Checkpointer(directory)",
+        lambda: ml.Trainer(state).save_weights: "ml.Checkpointer(directory) as ck",
     }.items():
         assert words in error(call)
     calls = {

@@ -196,9 +196,6 @@ class Checkpointer(_checks.WithReflexes):
 
     def wait(self) -> None:
         """Waits until the last save has finished; raises its error if it failed."""
-        key = Path(os.path.realpath(self.directory))
-        if (other := steps.held.get(key, self)) is not self:
-            other.wait()
         if self._saving is not None:
             error = self._saving.error()
             # Only now: after Ctrl-C during the wait, it can be waited for again.

@@ -237,8 +237,8 @@ def _hidden(path: Path) -> Path:
     return path.rename(path.with_name(name))
 
 
-# Who of this process has the lock of which directory; others wait for its save.
-held: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+# Who of this process has the lock of which directory.
+_held: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
 def lock(directory: Path, owner: Any) -> Callable[[], Any]:
@@ -252,8 +252,8 @@ def lock(directory: Path, owner: Any) -> Callable[[], Any]:
         logger.warning(nobody, directory, "it is in a store")
         return lambda: None
     key = directory.resolve()
-    if key in held:  # as of the trainer of a notebook's cell that runs again
-        held[key]._release()
+    if key in _held:  # as of the trainer of a notebook's cell that runs again
+        _held[key]._release()
     file = (directory / ".lock").open("w")
     try:
         import fcntl  # noqa: PLC0415 (Windows has none)
@@ -265,10 +265,10 @@ def lock(directory: Path, owner: Any) -> Callable[[], Any]:
         raise CheckpointError(msg) from None
     except (ImportError, OSError) as error:
         logger.warning(nobody, directory, error)
-    held[key] = owner
+    _held[key] = owner
 
     def unlock() -> None:
-        held.pop(key, None)
+        _held.pop(key, None)
         file.close()
 
     return weakref.finalize(owner, unlock)
@@ -288,6 +288,7 @@ def find_token(directory: Path, token: str) -> None:
     end_s, file = time.monotonic() + _SHARED_S, directory / _TOKEN
     while token and not (file.exists() and file.read_text() == token):
         if time.monotonic() > end_s:
-            msg = f"process {jax.process_index()} and process 0 do not share the "
-            raise CheckpointError(f"{msg}directory {directory}: all of them must.")
+            who = f"process {jax.process_index()} and process 0"
+            msg = f"{who} do not share the directory {directory}: all of them must."
+            raise CheckpointError(msg)
         time.sleep(0.02)
