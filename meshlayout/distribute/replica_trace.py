@@ -116,8 +116,8 @@ class ReplicaTrace:
                 msg = f"run: {name} changes {type(node).__name__}.{key}. It runs in "
                 msg += "Python once per compiled program, not at every call: create "
                 msg += "variables before the call, set them with variable[...] = value,"
-                msg += " return other values (nnx.pop takes out what sow() keeps), call "
-                msg += "model.eval() outside, and leave out nnx.jit around updates."
+                msg += " return other values (nnx.pop takes out what sow() keeps), "
+                msg += "call model.eval() outside, leave out nnx.jit around updates."
                 raise StrategyError(msg)
 
     def read(self, variable: Variable, _: object) -> Any:
