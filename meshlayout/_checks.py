@@ -302,6 +302,7 @@ _MEANINGS = {
     "is incompatible with mesh_shape": "The state and the batch may be on two meshes: "
     "lay both out on one.",
     "'dict' object has no attribute 'dtype'": _WHOLE_BATCH,
+    "type for array: <class 'dict'>": _WHOLE_BATCH,  # of JAX 0.7
     "entry not a 2- or 3- tuple": _WHOLE_BATCH,  # from a dtype of a dict
     "'TrainState' object is not callable": "Of a state, call state.model(x). verify "
     "takes a step, such as make_train_step(loss_fn).",

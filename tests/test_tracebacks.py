@@ -66,10 +66,11 @@ NOTES = {
     "verify takes a step, such as make_train_step(loss_fn).": (
         lambda state: ml.testing.verify(one_loss, state, placed(mesh_of(batch=4)))
     ),
-    "The state and the batch may be on two meshes: lay both out on one.": (
-        lambda state: ml.make_predict_step(one_loss)(state, placed(mesh_of(dp=2, tp=2)))
-    ),
 }
+if jax.__version_info__ >= (0, 8):  # others move the rows
+    NOTES["The state and the batch may be on two meshes: lay both out on one."] = (
+        lambda state: ml.make_predict_step(one_loss)(state, placed(mesh_of(dp=2, tp=2)))
+    )
 
 
 @pytest.mark.parametrize("note", NOTES)
