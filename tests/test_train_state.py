@@ -251,7 +251,7 @@ REFUSED = {
     lambda: create(Net()): "TrainState.create: a Net is already built. Give a function "
     "that builds the state, such as lambda: Model(...).",
     lambda: used_up(nnx_state()).model: "a step has used up this state. Continue with "
-    "what the step returned, or trainer.state, or pass it a copy: "
+    "what the step returned, or trainer.state, or give it a copy: "
     "jax.tree.map(jnp.copy, state).",
     lambda: create(optimizer=0.1): "TrainState.create takes an Optax optimizer, got "
     "0.1. Write TrainState.create(build, optax.adam(1e-3), layouts).",

@@ -485,6 +485,38 @@ def test_another_fit_goes_on_with_the_order_of_rows(mesh):
     assert len({*map(tuple, seen)}) == 4
 
 
+def test_values_that_callbacks_add_are_in_progress_lines(mesh, capsys):
+    class Adds(ml.callbacks.Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            logs["val_own"] = 0.25
+
+    ml.Trainer(create_state(mesh), loss_fn).fit(
+        examples(8), batch_size=8, callbacks=[Adds()]
+    )
+    assert "val_own   0.2500" in capsys.readouterr().out
+
+
+def test_a_best_epoch_before_a_resume_is_told_of(mesh, caplog, tmp_path):
+    better = {"patience": 9, "min_delta": 1e6, "restore_best": True}
+    for epochs in (1, 2):
+        caplog.clear()
+        stopping = ml.callbacks.EarlyStopping("loss", **better)
+        with ml.Checkpointer(tmp_path) as ck:
+            trainer = ml.Trainer(create_state(mesh), loss_fn)
+            callbacks = [stopping, ml.callbacks.Checkpoint(ck)]
+            options = {"callbacks": callbacks, "epochs": epochs, "resume": True}
+            quiet_fit(trainer, examples(8), batch_size=8, **options)
+        said = "the best epoch, 1, was before the run was resumed" in caplog.text
+        assert said == (epochs == 2)
+
+
+def test_durations_are_refused_by_name(mesh):
+    data = {**examples(8), "since": np.zeros(8, "m8[s]")}
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    said = message_of(lambda: quiet_fit(trainer, data, batch_size=8))
+    assert said.startswith("leaf 'since' has dtype timedelta64[s], which JAX lacks.")
+
+
 def test_validation_without_an_end_is_noted(mesh, caplog):
     trainer, batch = ml.Trainer(create_state(mesh), loss_fn), examples(8)
     endless = lambda: itertools.islice(itertools.repeat(batch), 120)

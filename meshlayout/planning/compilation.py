@@ -82,7 +82,8 @@ def _started(
     target = cache / hashlib.sha256(facts.encode()).hexdigest()
     if target.exists():
         return target, None
-    getattr(module, "operation").write_bytecode(file=(file := io.BytesIO()))  # noqa: B009
+    file, operation = io.BytesIO(), getattr(module, "operation")  # noqa: B009
+    operation.write_bytecode(file=file)
     if ":" not in place:
         _compile(file.getvalue(), place, ids, target)
         return target, None

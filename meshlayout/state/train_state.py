@@ -166,11 +166,11 @@ class TrainState(_checks.WithReflexes, Generic[T]):
 
     def _refuse_used_up(self) -> None:
         if self._is_used_up():
-            fact = (
-                "a step has used up this state. Continue with what the step returned,"
+            msg = "a step has used up this state. Continue with what the step returned"
+            msg += (
+                ", or trainer.state, or give it a copy: jax.tree.map(jnp.copy, state)."
             )
-            way = "or pass it a copy: jax.tree.map(jnp.copy, state)."
-            raise StateError(f"{fact} or trainer.state, {way}")
+            raise StateError(msg)
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's arrays other than its parameters, for `model_state`.

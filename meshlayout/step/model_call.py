@@ -141,8 +141,9 @@ def call_model(
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
             others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
-            variables, mutable = {"params": params, **others}, {*others, *_PASSING}
-            mutable -= {"" if train else "batch_stats"}  # Flax then says what is wrong
+            # Flax itself refuses a change of the others.
+            mutable = [x for x in (*others, *_PASSING) if train or x != "batch_stats"]
+            variables = {"params": params, **others}
             return state.program.module.bind(variables, rngs=streams, mutable=mutable)
         model = replace(state, params=params).model
         if not train:
