@@ -141,9 +141,8 @@ def call_model(
     def bound_model(params: PyTree) -> Any:
         if state.program.graphdef is None:
             others = {k: x for k, x in state.model_state.items() if k not in _PASSING}
-            # Flax itself refuses a change of the others.
+            variables = {"params": params, **others}  # Flax refuses to change others
             mutable = [x for x in (*others, *_PASSING) if train or x != "batch_stats"]
-            variables = {"params": params, **others}
             return state.program.module.bind(variables, rngs=streams, mutable=mutable)
         model = replace(state, params=params).model
         if not train:
